@@ -1,0 +1,281 @@
+"""Frozen configuration dataclasses, with the checks that need no weights.
+
+``None`` in a size field means "as the target"; ``DrafterConfig.resolve`` replaces every such
+None, and only resolved configs are printed, saved and used to build models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+METHODS = ("dflash", "dspine")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Architecture of a target, read from its own files. Raises ValueError on impossible sizes."""
+
+    family: Literal["qwen3", "llama"]
+    vocab_size: int  # rows of the embedding table, padding included
+    num_tokens: int  # usable rows; columns beyond are masked out of every choice and loss
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_embeddings: bool
+    eos_token_ids: tuple[int, ...] = ()
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self):
+        _require(self.num_heads % self.num_kv_heads == 0, f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd; rotary embedding pairs its halves")
+        _require(0 < self.num_tokens <= self.vocab_size, f"num_tokens {self.num_tokens} must lie in 1..{self.vocab_size} (vocab_size)")
+        _require(self.rope_theta > 0, f"rope_theta {self.rope_theta} must be positive")
+
+    @property
+    def qk_norm(self) -> bool:
+        """Qwen3 normalises queries and keys per head, Llama does not."""
+        return self.family == "qwen3"
+
+
+@dataclass(frozen=True)
+class InjectionConfig:
+    """DSpine's injection and predecessor-conditioned decoding (DESIGN 5)."""
+
+    layers: tuple[int, ...] | None = None  # draft layers after which to inject; None = all
+    transfer_size: int = 192  # R, width of the transfer space
+    whiten: bool = True  # divide the basis by sqrt(eigenvalue + eps)
+    message_init_std: float = 0.01  # 0 starts training exactly at block-causal DFlash
+    num_candidates: int = 8  # P, candidates of a slot in the transition table (a power of two)
+
+    def __post_init__(self):
+        P = self.num_candidates
+        _require(P > 0 and P & (P - 1) == 0, f"injection.num_candidates {P} is not a power of two")
+        _require(self.transfer_size > 0, f"injection.transfer_size {self.transfer_size} must be positive")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash-family drafter. ``injection`` None is DFlash, set is DSpine."""
+
+    mask_token_id: int | None = None  # required: the token whose embedding fills undecided slots
+    block_size: int = 16  # K, the anchor slot included: K - 1 drafts a round
+    num_layers: int = 5
+    target_layer_ids: tuple[int, ...] | None = None
+    block_attention: Literal["bidirectional", "causal"] | None = None  # None: causal with injection, else bidirectional
+    injection: InjectionConfig | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    rope_theta: float | None = None
+    rms_norm_eps: float | None = None
+    hidden_size: int | None = None  # must equal the target's
+    vocab_size: int | None = None  # must equal the target's rows
+    num_target_layers: int | None = None  # must equal the target's
+    label_shift: Literal["same_position"] = "same_position"  # slot i predicts the token at anchor + i
+
+    def __post_init__(self):
+        _require(self.block_size >= 2, f"drafter.block_size {self.block_size} leaves no draft; it counts the anchor slot, use at least 2")
+        _require(self.num_layers >= 1, f"drafter.num_layers {self.num_layers} must be at least 1")
+        if self.injection is not None:
+            _require(self.block_attention != "bidirectional", "drafter.injection needs block_attention 'causal': an injected slot may not see later slots")
+            for layer in self.injection.layers or ():
+                _require(0 <= layer < self.num_layers, f"drafter.injection.layers: {layer} is outside 0..{self.num_layers - 1}")
+            layers = self.injection.layers
+            _require(layers is None or list(layers) == sorted(set(layers)), f"drafter.injection.layers {layers} must be increasing without repeats")
+            _require(layers is None or len(layers) > 0, "drafter.injection.layers is empty; set drafter.injection to None for DFlash")
+
+    @property
+    def method(self) -> str:
+        """'dflash' or 'dspine'."""
+        return "dflash" if self.injection is None else "dspine"
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Proposals per round: slots 1..K-1."""
+        return self.block_size - 1
+
+    @property
+    def injection_layers(self) -> tuple[int, ...]:
+        """Draft layers after which the injection runs (empty for DFlash)."""
+        if self.injection is None:
+            return ()
+        return tuple(range(self.num_layers)) if self.injection.layers is None else self.injection.layers
+
+    @property
+    def redoes_last_write(self) -> bool:
+        """Predecessor-conditioned decoding exists only where the last layer injects."""
+        return self.num_layers - 1 in self.injection_layers
+
+    def resolve(self, target: TargetConfig) -> DrafterConfig:
+        """Fill every size left None from the target and check the whole against it.
+
+        Raises ValueError when the mask id is missing, out of the table or an end id, when taps are
+        bad, or when sizes that must equal the target's do not.
+        """
+        for name, theirs in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size), ("num_target_layers", target.num_layers)):
+            ours = getattr(self, name)
+            _require(ours in (None, theirs), f"drafter.{name} is {ours} but the target has {theirs}: this drafter belongs to another target")
+        mask = self.mask_token_id
+        _require(mask is not None, "drafter.mask_token_id is not set; give the id of a token that never occurs in the text (see docs/decisions.md)")
+        _require(0 <= mask < target.vocab_size, f"drafter.mask_token_id {mask} is outside the target's table of {target.vocab_size} rows")
+        _require(mask not in target.eos_token_ids, f"drafter.mask_token_id {mask} is an end token of the target {target.eos_token_ids}; choose an unused id")
+        ids = self.target_layer_ids
+        ids = default_target_layer_ids(target.num_layers) if ids is None else tuple(ids)
+        check_target_layer_ids(ids, target.num_layers)
+        _require(len(ids) > 0, "drafter.target_layer_ids is empty; a drafter reads at least one target layer")
+        filled = {}
+        for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rope_theta", "rms_norm_eps", "hidden_size", "vocab_size"):
+            value = getattr(self, name)
+            filled[name] = getattr(target, name) if value is None else value
+        _require(filled["num_heads"] % filled["num_kv_heads"] == 0, f"drafter.num_heads {filled['num_heads']} is not a multiple of drafter.num_kv_heads {filled['num_kv_heads']}")
+        _require(filled["head_dim"] % 2 == 0, f"drafter.head_dim {filled['head_dim']} is odd; rotary embedding pairs its halves")
+        injection = self.injection
+        if injection is not None:
+            R = injection.transfer_size
+            _require(R <= target.hidden_size, f"drafter.injection.transfer_size {R} exceeds the target's width {target.hidden_size}")
+            injection = dataclasses.replace(injection, layers=self.injection_layers)
+        attention = self.block_attention or ("bidirectional" if injection is None else "causal")
+        return dataclasses.replace(
+            self, **filled, num_target_layers=target.num_layers, target_layer_ids=ids, injection=injection, block_attention=attention
+        )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Training rows: a dataset folder (docs/data.md) and how it is read."""
+
+    path: str = ""
+    batch_size: int = 32  # rows of a global step, all devices together
+    max_length: int | None = None  # cut rows to this many tokens; None: the folder's width
+    num_workers: int = 0  # grain worker processes; 0 reads in the main process
+
+
+@dataclass(frozen=True)
+class AnchorConfig:
+    """Which positions become blocks in a step, drawn afresh each time."""
+
+    num_anchors: int = 48  # N blocks of a row
+    replacement: bool = False  # draw with replacement: short answers still fill all N blocks
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Loss of DESIGN 5.6; DFlash uses only the cross-entropy of its single path."""
+
+    loss_decay_gamma: float = 7.0  # slot i weighs exp(-(i-1)/gamma)
+    base_weight: float = 0.5  # beta: cross-entropy of the base logits beside the conditioned ones
+    feature_weight: float = 0.5  # lambda: cosine loss of predicted features, mean over injected layers
+    vocab_chunk: int = 64  # slots of a row whose [.., V] logits exist at one time
+
+    def __post_init__(self):
+        _require(self.loss_decay_gamma > 0, f"loss.loss_decay_gamma {self.loss_decay_gamma} must be positive")
+        _require(self.vocab_chunk > 0, f"loss.vocab_chunk {self.vocab_chunk} must be positive")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW on fp32 masters, linear warm-up then cosine to ``final_fraction`` of the peak."""
+
+    learning_rate: float = 6e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    warmup_fraction: float = 0.04
+    final_fraction: float = 0.0
+    clip_norm: float = 1.0
+    on_nonfinite: Literal["skip", "stop"] = "skip"  # a non-finite loss or gradient never changes the state
+    max_consecutive_skips: int = 20  # skipping this many steps in a row stops the run
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; -1 takes what the others leave."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Orbax checkpoints in ``workdir/checkpoints``."""
+
+    every: int = 500  # steps between saves; the last step is always saved
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """TensorBoard and metrics.jsonl in ``workdir``."""
+
+    every: int = 20
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a training run depends on; saved resolved beside its checkpoints."""
+
+    workdir: str = ""
+    target: str = ""  # HF folder or GGUF file
+    steps: int = 1000
+    seed: int = 0
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    remat: bool = False  # recompute draft layers in the backward pass instead of keeping activations
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    anchors: AnchorConfig = field(default_factory=AnchorConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self):
+        for name, value in (
+            ("steps", self.steps),
+            ("data.batch_size", self.data.batch_size),
+            ("anchors.num_anchors", self.anchors.num_anchors),
+            ("checkpoint.every", self.checkpoint.every),
+            ("checkpoint.keep", self.checkpoint.keep),
+            ("log.every", self.log.every),
+        ):
+            _require(value >= 1, f"{name} is {value}; it must be at least 1")
+
+
+def check_target_layer_ids(ids: tuple[int, ...], num_layers: int) -> None:
+    """Refuse ids that are out of range, not strictly increasing, or the last layer. Raises ValueError."""
+    for previous, current in zip((None, *ids), ids):
+        if not 0 <= current < num_layers:
+            raise ValueError(f"target_layer_ids: id {current} is outside 0..{num_layers - 1} of a target with {num_layers} layers")
+        if current == num_layers - 1:
+            raise ValueError(
+                f"target_layer_ids: id {current} is the last layer; its state before or after the final norm is ambiguous, use ids up to {num_layers - 2}"
+            )
+        if previous is not None and current <= previous:
+            raise ValueError(f"target_layer_ids: id {current} does not come after {previous}; give each id once, in increasing order")
+
+
+def default_target_layer_ids(num_layers: int, num_taps: int | None = None) -> tuple[int, ...]:
+    """round(1 + i*(n-4)/(M-1)), halves to even, M = min(5, n-3) (DESIGN 3). [1,9,17,25,33] for n = 36.
+
+    Raises ValueError when fewer than 4 layers leave no room for the formula or ids would repeat.
+    """
+    taps = min(5, num_layers - 3) if num_taps is None else num_taps
+    if num_layers < 4 or taps < 1:
+        raise ValueError(f"a target with {num_layers} layers has no default taps; set drafter.target_layer_ids explicitly")
+    ids = (num_layers // 2,) if taps == 1 else tuple(round(1 + i * (num_layers - 4) / (taps - 1)) for i in range(taps))
+    check_target_layer_ids(ids, num_layers)
+    return ids
