@@ -1,0 +1,92 @@
+"""Losses over blocks: chunked cross-entropy against the frozen LM head, and the feature loss.
+
+Every term is (global sum of weight x value) / (global sum of weight): under one jit over the whole
+mesh the sums are global, so devices and short rows weigh by their tokens, never by mean of means.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dspine_jax.vocabulary import vocabulary_logits
+
+
+def slot_weights(eval_mask_BNJ: jax.Array, loss_decay_gamma: float) -> jax.Array:
+    """w_i = exp(-(i-1)/gamma) for drafted slots i = 1..J, 0 where unsupervised. [B,N,J] fp32."""
+    decay_J = jnp.exp(-jnp.arange(eval_mask_BNJ.shape[-1], dtype=jnp.float32) / loss_decay_gamma)
+    return eval_mask_BNJ * decay_J
+
+
+def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """sum(weights * values) / sum(weights); exactly 0, with zero gradient, where nothing is weighted."""
+    total = jnp.sum(weights)
+    return jnp.sum(jnp.where(weights > 0, values, 0.0) * weights) / jnp.where(total == 0.0, 1.0, total)
+
+
+def cross_entropy_dense(hidden_BTD: jax.Array, rows_VD: jax.Array, labels_BT: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Reference: cross-entropy and argmax of every row with all logits [B,T,V] in memory. -> ([B,T] fp32, [B,T] int32)."""
+    logits = vocabulary_logits(hidden_BTD, rows_VD, num_tokens)
+    log_total = jax.scipy.special.logsumexp(logits, axis=-1)
+    picked = jnp.take_along_axis(logits, labels_BT[..., None], axis=-1)[..., 0]
+    return log_total - picked, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def cross_entropy(hidden_BTD: jax.Array, rows_VD: jax.Array, labels_BT: jax.Array, num_tokens: int, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy and argmax per position, ``chunk`` positions of each row at a time.
+
+    The LM head is frozen, so the only gradient is with respect to hidden and a position's loss
+    depends on its own hidden state alone: the forward pass can already form d CE / d hidden while
+    the chunk's logits exist. Nothing of size [B,T,V] is kept or recomputed. Chunks run along T, so
+    the batch axis keeps its sharding.
+
+    hidden [B,T,D], rows U [V,D], labels [B,T] int -> (ce [B,T] fp32, argmax ids [B,T] int32).
+    """
+    ce, best, _ = _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, with_gradient=False)
+    return ce, best
+
+
+def _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, *, with_gradient):
+    B, T, D = hidden_BTD.shape
+    chunk = min(chunk, T)
+    rest = -T % chunk
+    hidden = jnp.pad(hidden_BTD, ((0, 0), (0, rest), (0, 0))).reshape(B, -1, chunk, D).swapaxes(0, 1)
+    labels = jnp.pad(labels_BT, ((0, 0), (0, rest))).reshape(B, -1, chunk).swapaxes(0, 1)
+
+    def one(_, piece):
+        h_BtD, y_Bt = piece
+        logits = vocabulary_logits(h_BtD, rows_VD, num_tokens)
+        is_label = jnp.arange(logits.shape[-1]) == y_Bt[..., None]
+        log_total = jax.scipy.special.logsumexp(logits, axis=-1)
+        ce = log_total - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        if not with_gradient:
+            return None, (ce, best)
+        error = (jnp.exp(logits - log_total[..., None]) - is_label).astype(h_BtD.dtype)
+        return None, (ce, best, jnp.einsum("btv,vd->btd", error, rows_VD.astype(h_BtD.dtype)))
+
+    _, out = jax.lax.scan(one, None, (hidden, labels))
+    joined = [x.swapaxes(0, 1).reshape(B, T + rest, *x.shape[3:])[:, :T] for x in out]
+    return joined if with_gradient else (*joined, None)
+
+
+def _cross_entropy_fwd(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk):
+    ce, best, gradient_BTD = _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, with_gradient=True)
+    return (ce, best), gradient_BTD
+
+
+def _cross_entropy_bwd(num_tokens, chunk, gradient_BTD, cotangents):
+    ce_bar_BT, _ = cotangents
+    return (gradient_BTD.astype(jnp.float32) * ce_bar_BT[..., None]).astype(gradient_BTD.dtype), None, None
+
+
+cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def feature_distance(features_BNKR: jax.Array, token_features_BNJR: jax.Array) -> jax.Array:
+    """1 - cos(p_i, T[y_i]) for drafted slots. features [B,N,K,R], T [B,N,J,R], both of norm sqrt(R) -> [B,N,J]."""
+    R = features_BNKR.shape[-1]
+    return 1.0 - jnp.sum(features_BNKR[:, :, 1:] * token_features_BNJR, axis=-1) / R

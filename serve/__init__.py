@@ -1,0 +1,1 @@
+"""Decoding, evaluation and export of trained drafters."""
