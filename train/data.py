@@ -137,7 +137,7 @@ class DatasetFolder:
         for name in ARRAYS:
             found, recorded = _sha256(self.path / name), self.manifest.sha256.get(name)
             if found != recorded:
-                raise ValueError(f"{self.path / name} has sha256 {found} but manifest.json says {recorded}; the file was changed or damaged, copy or make it again")
+                raise ValueError(f"{self.path / name} has sha256 {found}, manifest.json says {recorded}; it was changed or damaged, copy or make it again")
         _check_values(self.path, self.tokens, self.loss_mask, self.lengths, vocab_size)
 
     def _read_manifest(self) -> Manifest:
@@ -259,8 +259,9 @@ def make_iterator(folder: DatasetFolder, *, data_config: DataConfig, seed: int, 
     """Endless grain iterator of this process' share of each global batch; ``get_state``/``set_state`` resume exactly.
 
     Batches: {"tokens": int32 [b,S], "loss_mask": bool [b,S], "lengths": int32 [b], "row_ids": int32 [b]} with b = batch_size / process_count and S the folder's
-    width or ``max_length``. The order depends on ``seed`` alone and is drawn anew each epoch. Batches are cut from one endless stream of epochs: every process has
-    equally many of one shape, the rest of an epoch opens the next one's first batch, and a batch larger than the folder runs over several epochs.
+    width or ``max_length``. The order depends on ``seed`` alone and is drawn anew each epoch. Batches are cut from one endless stream of epochs:
+    every process has equally many, all of one shape; the rest of an epoch opens the next one's first batch, and a batch larger than the folder
+    runs over several epochs.
     Rows that cannot give loss within S are left out (``trainable_rows`` names the others).
     Raises ValueError when batch_size does not divide by process_count, the process index is out of range, or no row is left.
     """
@@ -275,7 +276,7 @@ def make_iterator(folder: DatasetFolder, *, data_config: DataConfig, seed: int, 
     S = folder.width if data_config.max_length is None else min(folder.width, data_config.max_length)
     rows_m = trainable_rows(folder, S)
     if len(rows_m) == 0:
-        raise ValueError(f"{folder.path}: none of the {folder.num_rows} rows has two neighbouring answer tokens in its first {S} positions; raise data.max_length")
+        raise ValueError(f"{folder.path}: no row of {folder.num_rows} has two neighbouring answer tokens in its first {S} positions; raise data.max_length")
     dataset = grain.MapDataset.source(_RowSource(folder, rows_m, S)).seed(seed).shuffle().repeat(None)
     dataset = dataset[process_index::process_count].batch(data_config.batch_size // process_count, drop_remainder=True)
     iterable = dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))

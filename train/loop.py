@@ -1,0 +1,202 @@
+"""The training loop: build or resume, step, log, save, export."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dspine_jax.config import TargetConfig, TrainConfig
+from dspine_jax.config_io import config_to_dict, save_config
+from dspine_jax.drafter_io import drafter_parameter_counts, save_drafter
+from dspine_jax.sharding import assert_shardings, batch_sharding, check_batch, make_mesh, path_name, tree_shardings
+from dspine_jax.target import Target
+from dspine_jax.target_io import load_target, read_target_config
+from dspine_jax.transfer import build_transfer_space
+from train.checkpoint import Checkpointer
+from train.data import DatasetFolder, make_iterator, token_frequencies
+from train.log import GIB, RunLog, average_metrics, peak_memory_gib
+from train.step import TrainState, abstract_state, initial_state, make_train_step
+
+# What may differ between a run and its resumption without changing what is computed.
+RESUMABLE_CHANGES = ("workdir", "target", "mesh", "log", "checkpoint", "remat")
+
+
+class NonFiniteError(RuntimeError):
+    """Training met a non-finite loss or gradient it was told not to skip."""
+
+
+def run(config: TrainConfig) -> Path:
+    """Train to ``config.steps`` and return the exported drafter's folder.
+
+    A workdir with checkpoints is resumed at its last complete step: parameters, moments, anchors and
+    batches continue bit for bit, on any mesh. Raises ValueError for an impossible config (before any
+    weight is read where possible), NonFiniteError as ``optimizer.on_nonfinite`` says.
+    """
+    for name in ("workdir", "target"):
+        if not getattr(config, name):
+            raise ValueError(f"{name} is not set; give it in the config file or with --set {name}=...")
+    if not config.data.path:
+        raise ValueError("data.path is not set; give a dataset folder with --set data.path=... (dspine-convert makes one)")
+    mesh = make_mesh(config.mesh)
+    check_batch(config.data.batch_size, mesh)
+    target_config = read_target_config(config.target)
+    config = dataclasses.replace(config, drafter=config.drafter.resolve(target_config))
+    data = DatasetFolder(config.data.path, vocab_size=target_config.vocab_size)
+    workdir = Path(config.workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+
+    checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
+    iterator = make_iterator(data, data_config=config.data, seed=config.seed, process_index=jax.process_index(), process_count=jax.process_count())
+    identity = {"config": config_to_dict(config), "target": config_to_dict(target_config), "data": data.manifest.sha256}
+    resume_step = checkpointer.latest_step()
+    if resume_step is not None:
+        check_same_run(checkpointer.read_meta(resume_step), config, target_config, identity["data"], workdir)
+        if resume_step >= config.steps:
+            print(f"{workdir} is already at step {resume_step} of {config.steps}: nothing to do")
+            checkpointer.close()
+            return workdir / "drafter"
+    save_config(config, workdir / "config.json")
+
+    with jax.set_mesh(mesh):
+        target = load_sharded_target(config, target_config, mesh)
+        graphdef, abstract = abstract_state(config)
+        shardings = tree_shardings(abstract, mesh)
+        if resume_step is not None:
+            state = checkpointer.restore(resume_step, abstract, shardings, iterator)
+        else:
+            state = initial_state(config, mesh)
+            if config.drafter.injection is not None:
+                state = with_transfer_space(state, target, data, config)
+        assert_shardings(state, shardings)
+        print(describe(config, mesh, data, nnx.merge(graphdef, state.params, state.frozen), resume_step))
+        state = _train(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir)
+        replicated = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))((state.params, state.frozen))
+        if jax.process_index() == 0:
+            save_drafter(workdir / "drafter", nnx.merge(graphdef, *replicated))
+    return workdir / "drafter"
+
+
+def _train(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir) -> TrainState:
+    train_step = make_train_step(config, mesh, graphdef, target)
+    target_state = nnx.split(target)[1]
+    start = int(state.step)
+    log = RunLog(workdir, start_step=start, total_steps=config.steps)
+    window: list[dict] = []
+    tokens, clock, planned = 0, time.perf_counter(), tree_shardings(state, mesh)
+    step = start
+    try:
+        while step < config.steps:
+            rows = next(iterator)
+            tokens += int(rows["lengths"].sum()) * jax.process_count()
+            batch = {name: jax.make_array_from_process_local_data(batch_sharding(mesh), rows[name]) for name in ("tokens", "loss_mask")}
+            state, metrics = train_step(state, target_state, batch)
+            step += 1
+            log.advance()
+            if step == start + 1:
+                assert_shardings(state, planned)
+            if window:  # a step late, so reading never holds up the device
+                _check_finite(window[-1], config, step - 1)
+            window.append(metrics)
+            logs, saves = step % config.log.every == 0 or step == config.steps, step % config.checkpoint.every == 0 or step == config.steps
+            if logs or saves:
+                _check_finite(metrics, config, step)
+            if logs:
+                scalars = average_metrics(window)
+                now = time.perf_counter()
+                scalars["speed/step_s"] = (now - clock) / len(window)
+                scalars["speed/tokens_per_s"] = tokens / (now - clock)
+                if (memory := peak_memory_gib()) is not None:
+                    scalars["memory/peak_gib"] = memory
+                log.write(step, scalars)
+                window, tokens, clock = [], 0, now
+            if saves:
+                checkpointer.save(step, state, iterator, identity)
+    except KeyboardInterrupt:
+        log.message(f"interrupted at step {step}: saving; run the same command again to go on")
+        if step > start and checkpointer.latest_step() != step:
+            checkpointer.save(step, state, iterator, identity)
+        raise
+    finally:
+        log.close()
+        checkpointer.close()
+    return state
+
+
+def _check_finite(metrics: dict, config: TrainConfig, step: int) -> None:
+    skips = int(metrics["optimizer/consecutive_skips"][0])
+    if skips and config.optimizer.on_nonfinite == "stop":
+        raise NonFiniteError(f"step {step}: loss or gradient is not finite; the state before it is kept. Lower optimizer.learning_rate or set optimizer.on_nonfinite='skip'")
+    if skips >= config.optimizer.max_consecutive_skips:
+        raise NonFiniteError(f"step {step}: {skips} non-finite steps in a row (optimizer.max_consecutive_skips); the last good state is kept")
+
+
+def check_same_run(meta: dict, config: TrainConfig, target: TargetConfig, data_sha256: dict, workdir: Path) -> None:
+    """Refuse to resume a run as another one. Raises ValueError naming each field that differs."""
+    saved, now = meta["config"], config_to_dict(config)
+    differing = []
+
+    def compare(old, new, prefix=""):
+        for key in sorted(old.keys() | new.keys()):
+            a, b = old.get(key), new.get(key)
+            if isinstance(a, dict) and isinstance(b, dict):
+                compare(a, b, f"{prefix}{key}.")
+            elif (list(a) if isinstance(a, tuple) else a) != (list(b) if isinstance(b, tuple) else b):
+                differing.append(f"{prefix}{key}: {a} saved, {b} now")
+
+    drop = lambda d: {k: v for k, v in d.items() if k not in RESUMABLE_CHANGES}  # noqa: E731
+    saved, now = drop(saved), drop(now)
+    saved["data"], now["data"] = ({**d["data"], "path": ""} for d in (saved, now))
+    compare(saved, now)
+    compare(meta["target"], config_to_dict(target), "target.")
+    if meta["data"] != data_sha256:
+        differing.append(f"data.path: {config.data.path} does not hold the rows this run was started with")
+    if differing:
+        raise ValueError(f"{workdir} holds another run; use a new workdir or restore these settings: " + "; ".join(differing))
+
+
+def load_sharded_target(config: TrainConfig, target_config: TargetConfig, mesh: Mesh) -> Target:
+    """The frozen target in the compute dtype, each tensor placed by the rules table as it is read."""
+    abstract = nnx.eval_shape(lambda: Target(target_config, rngs=nnx.Rngs(0)))
+    planned = dict(nnx.to_flat_state(tree_shardings(nnx.split(abstract)[1], mesh)))
+    return load_target(config.target, dtype=jnp.dtype(config.compute_dtype), sharding=lambda path: planned[path].get_value())
+
+
+def with_transfer_space(state: TrainState, target: Target, data: DatasetFolder, config: TrainConfig) -> TrainState:
+    """Build the transfer space from the target's head and the answers' token counts, and place it in the state."""
+    everywhere = jax.jit(lambda x: x.astype(jnp.float32), out_shardings=NamedSharding(jax.tree.leaves(state)[0].sharding.mesh, P()))
+    rows_VD = np.asarray(everywhere(target.output_embedding_VD))
+    injection = config.drafter.injection
+    mean, basis = build_transfer_space(
+        rows_VD,
+        token_frequencies(data, rows_VD.shape[0]),
+        injection.transfer_size,
+        whiten=injection.whiten,
+        num_tokens=target.config.num_tokens,
+    )
+    built = {"transfer/mean": mean, "transfer/basis": basis}
+    frozen = jax.tree_util.tree_map_with_path(lambda path, old: jax.device_put(built[path_name(path)], old.sharding), state.frozen)
+    return dataclasses.replace(state, frozen=frozen)
+
+
+def describe(config: TrainConfig, mesh: Mesh, data: DatasetFolder, drafter, resume_step: int | None) -> str:
+    """What is about to run, in a few lines."""
+    counts = drafter_parameter_counts(drafter)
+    c = config.drafter
+    per_step = config.data.batch_size * config.anchors.num_anchors
+    chunk = config.data.batch_size * min(config.loss.vocab_chunk, config.anchors.num_anchors * c.num_draft_tokens) * c.vocab_size * 4
+    return "\n".join(
+        [
+            f"{c.method}: {counts['total'] / 1e6:.2f}M trained parameters ({counts['injection'] / 1e6:.2f}M injection), {c.num_layers} layers, block {c.block_size}, taps {c.target_layer_ids}",
+            f"data: {data.num_rows} rows of {data.width} tokens from {config.data.path}; {config.data.batch_size} rows x {config.anchors.num_anchors} anchors = {per_step} blocks a step",
+            f"mesh: {dict(mesh.shape)} on {jax.devices()[0].device_kind}; {config.compute_dtype} compute, fp32 masters; logits of one chunk {chunk / GIB:.2f} GiB",
+            f"workdir: {config.workdir}; {'starting' if resume_step is None else f'resuming at step {resume_step}'}, {config.steps} steps",
+        ]
+    )

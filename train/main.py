@@ -1,0 +1,51 @@
+"""Train a drafter: ``python -m train.main configs/smollm2_135m_dspine.py --set workdir=runs/a``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+EPILOG = """examples:
+  dspine-train configs/smollm2_135m_dspine.py --set target=SmolLM2-135M-Instruct.Q4_1.gguf --set data.path=data/smollm2
+  dspine-train configs/smollm2_135m_dspine.py --set drafter.injection.layers=(4,) --set workdir=runs/last_only
+  dspine-train my_config.py --print-config          show the config with every override applied
+The same command in the same workdir resumes at the last complete checkpoint."""
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("dspine-train", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="Python file that defines `config = TrainConfig(...)`")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config field by its dotted name; repeatable")
+    parser.add_argument("--print-config", action="store_true", help="print the config as JSON and stop")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Console entry point. Returns 0, 2 for bad input, 3 for a stopped run, 130 for Ctrl-C."""
+    args = parse_args(argv)
+    # JAX is imported only now, so --help and argument errors answer at once.
+    from dspine_jax.config_io import apply_overrides, config_to_dict, load_config
+
+    try:
+        config = apply_overrides(load_config(args.config), args.set)
+        if args.print_config:
+            print(json.dumps(config_to_dict(config), indent=2))
+            return 0
+        from train.loop import NonFiniteError, run
+
+        try:
+            print(f"drafter written to {run(config)}")
+        except NonFiniteError as error:
+            print(f"stopped: {error}", file=sys.stderr)
+            return 3
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
