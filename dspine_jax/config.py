@@ -140,7 +140,8 @@ class DrafterConfig:
         for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rope_theta", "rms_norm_eps", "hidden_size", "vocab_size"):
             value = getattr(self, name)
             filled[name] = getattr(target, name) if value is None else value
-        _require(filled["num_heads"] % filled["num_kv_heads"] == 0, f"drafter.num_heads {filled['num_heads']} is not a multiple of drafter.num_kv_heads {filled['num_kv_heads']}")
+        heads, kv_heads = filled["num_heads"], filled["num_kv_heads"]
+        _require(heads % kv_heads == 0, f"drafter.num_heads {heads} is not a multiple of drafter.num_kv_heads {kv_heads}")
         _require(filled["head_dim"] % 2 == 0, f"drafter.head_dim {filled['head_dim']} is odd; rotary embedding pairs its halves")
         injection = self.injection
         if injection is not None:

@@ -63,7 +63,9 @@ def answer_spans(loss_mask_nS: np.ndarray, lengths_n: np.ndarray) -> list[tuple[
     return spans
 
 
-def replay_benchmark(drafting, tokens_nS: np.ndarray, spans: list[tuple[int, int]], *, batch_size: int, width: int, num_anchors: int, progress) -> list[np.ndarray]:
+def replay_benchmark(
+    drafting, tokens_nS: np.ndarray, spans: list[tuple[int, int]], *, batch_size: int, width: int, num_anchors: int, progress
+) -> list[np.ndarray]:
     """Drafts [answer-1, K-1] at every answer position of every row; shapes are equal for all batches."""
     drafts = []
     for begin in range(0, len(spans), batch_size):
@@ -88,6 +90,7 @@ def evaluate(args: argparse.Namespace) -> dict:
     from dspine_jax.drafter_io import drafter_parameter_counts, load_drafter
     from dspine_jax.replay import loop_onset, make_drafting, walk_rounds
     from dspine_jax.target_io import load_target, read_target_config
+    from serve.environment import environment
     from train.data import DatasetFolder
 
     dtype = jnp.dtype(args.dtype)
@@ -107,10 +110,11 @@ def evaluate(args: argparse.Namespace) -> dict:
         width=up(max(stop for _, stop in every_span), 64),
         num_anchors=up(max(stop - start for start, stop in every_span), args.anchors_per_chunk),
     )
-    results: dict = {"target": str(args.target), "dtype": args.dtype, "methods": {}}
+    results: dict = {"target": str(args.target), "dtype": args.dtype, "environment": environment(), "methods": {}}
     with tqdm(total=len(drafters) * len(every_span), unit="prompt", desc="replay", mininterval=0.5 if sys.stderr.isatty() else 30) as progress:
         for label, folder, drafter in drafters:
-            method = results["methods"].setdefault(label or drafter.config.method, {"folders": [], "num_draft_tokens": drafter.config.num_draft_tokens, "benchmarks": {}})
+            new_method = {"folders": [], "num_draft_tokens": drafter.config.num_draft_tokens, "benchmarks": {}}
+            method = results["methods"].setdefault(label or drafter.config.method, new_method)
             method["folders"].append(str(folder))
             method["parameters"] = drafter_parameter_counts(drafter)
             drafting = make_drafting(drafter, target, dtype=dtype, anchors_per_chunk=args.anchors_per_chunk)
@@ -148,12 +152,17 @@ def summarise(results: dict) -> dict:
             method[f"{scope}_average_tau"] = float(np.mean(scored))
             method[f"{scope}_average_tau_by_seed"] = [float(np.mean(taus)) for taus in zip(*(e[f"{scope}_by_seed"] for e in method["benchmarks"].values()))]
         for entry in method["benchmarks"].values():
-            entry["rounds"] = [{scope: [[[r.anchor, r.proposed, r.accepted, r.tokens] for r in prompt] for prompt in seed[scope]] for scope in seed} for seed in entry.pop("seeds")]
+            entry["rounds"] = [{scope: plain_rounds(by_prompt) for scope, by_prompt in seed.items()} for seed in entry.pop("seeds")]
     first, *others = results["methods"]
     results["comparisons"] = {
         f"{label}_over_{first}": {scope: paired_bootstrap(totals[label][scope], totals[first][scope]) for scope in ("full", "onset")} for label in others
     }
     return results
+
+
+def plain_rounds(by_prompt: list) -> list[list[list[int]]]:
+    """Rounds as [anchor, proposed, accepted, tokens], by prompt, so that tau can be computed again from the log."""
+    return [[[r.anchor, r.proposed, r.accepted, r.tokens] for r in rounds] for rounds in by_prompt]
 
 
 def markdown(results: dict) -> str:
@@ -162,7 +171,8 @@ def markdown(results: dict) -> str:
     names = list(next(iter(methods.values()))["benchmarks"])
     lines = []
     for scope, title in (("full", "full text"), ("onset", "to the loop onset")):
-        lines += [f"### tau, temperature 0, {title} (pooled; per request in brackets)", "", "| method | " + " | ".join(names) + " | average | tau - 1 |", "|---" * (len(names) + 3) + "|"]
+        lines += [f"### tau, temperature 0, {title} (pooled; per request in brackets)", ""]
+        lines += ["| method | " + " | ".join(names) + " | average | tau - 1 |", "|---" * (len(names) + 3) + "|"]
         for label, method in methods.items():
             cells = [f"{s['tau_pooled']:.3f} ({s['tau_per_request']:.3f})" if s["rounds"] else "-" for s in (method["benchmarks"][n][scope] for n in names)]
             average = method[f"{scope}_average_tau"]
@@ -173,7 +183,10 @@ def markdown(results: dict) -> str:
     for label, comparison in results["comparisons"].items():
         for scope, c in comparison.items():
             (low, high), (alow, ahigh) = c["ratio_interval"], c["ratio_accepted_interval"]
-            lines.append(f"{label}, {scope}: tau x{c['ratio']:.3f} [{low:.3f}, {high:.3f}], tau - 1 x{c['ratio_accepted']:.3f} [{alow:.3f}, {ahigh:.3f}] (paired bootstrap over prompts, 95%)")
+            lines.append(
+                f"{label}, {scope}: tau x{c['ratio']:.3f} [{low:.3f}, {high:.3f}], tau - 1 x{c['ratio_accepted']:.3f} [{alow:.3f}, {ahigh:.3f}] "
+                "(paired bootstrap over prompts, 95%)"
+            )
     lines += ["", "### acceptance by slot, full text, mean over benchmarks", ""]
     slots = next(iter(methods.values()))["num_draft_tokens"]
     lines += ["| method | rate | " + " | ".join(str(k + 1) for k in range(slots)) + " |", "|---" * (slots + 2) + "|"]

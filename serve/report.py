@@ -1,0 +1,165 @@
+"""Keep measured figures in docs/results.json and generate the README's tables from it.
+
+    python -m serve.report                      write the tables between the markers of README.md
+    python -m serve.report --check              fail when they are out of date
+    python -m serve.report --record out/eval/results.json --run dflash=runs/a --run dspine=runs/b \\
+        --target smollm2-135m --steps 1500 --command "bash configs/smollm2_lab.sh ..."
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+NAMES = {"dflash": "DFlash", "dspine": "DSpine"}
+BENCHMARKS = ("gsm8k", "math500", "humaneval", "mbpp", "livecodebench", "mt-bench", "arena-hard-v2")
+
+
+def newest(entries: list[dict]) -> dict[str, dict]:
+    """The last entry of each id: newer figures stand after older ones, which stay."""
+    return {entry["id"]: entry for entry in entries}
+
+
+def evaluation_entries(results: dict, *, target: str, steps: int, note: str) -> list[tuple[str, float, str, int, list[float] | None, str]]:
+    """(id, value, unit, runs, spread, note) of an evaluation: tau by benchmark and average, margins over the first method."""
+    rows = []
+    for method, content in results["methods"].items():
+        seeds = len(content["folders"])
+        for scope in ("full", "onset"):
+            prefix = f"tau/{target}/{method}@{steps}"
+            for name, entry in content["benchmarks"].items():
+                taus = entry[f"{scope}_by_seed"]
+                rows.append((f"{prefix}/{name}/T0/{scope}", entry[scope]["tau_pooled"], "tokens/round", seeds, [min(taus), max(taus)], note))
+            taus = content[f"{scope}_average_tau_by_seed"]
+            rows.append((f"{prefix}/avg/T0/{scope}", content[f"{scope}_average_tau"], "tokens/round", seeds, [min(taus), max(taus)], note))
+        for part, count in content["parameters"].items():
+            rows.append((f"parameters/{target}/{method}/{part}", count, "parameters", 1, None, "trained"))
+    for pair, scopes in results["comparisons"].items():
+        for scope, c in scopes.items():
+            interval = "spread is the 95% interval of a paired bootstrap over prompts; " + note
+            shifted = [edge - 1 for edge in c["ratio_interval"]]
+            rows.append((f"margin/{target}@{steps}/{pair}/T0/{scope}", c["ratio"] - 1, "ratio of average tau minus 1", 1, shifted, interval))
+            accepted = (c["ratio_accepted"], "ratio of average (tau - 1)", 1, c["ratio_accepted_interval"], interval)
+            rows.append((f"ratio_accepted/{target}@{steps}/{pair}/T0/{scope}", *accepted))
+    return rows
+
+
+def run_entries(label: str, run: Path, *, target: str, note: str) -> list[tuple[str, float, str, int, list[float] | None, str]]:
+    """Step time, token rate and peak memory of a run: medians over the records after the first, which holds compilation."""
+    from train.plot import read_metrics
+
+    records = read_metrics(run)[1:]
+    rows = []
+    for key, name, unit in (("speed/step_s", "step_s", "s"), ("speed/tokens_per_s", "tokens_per_s", "tokens/s"), ("memory/peak_gib", "peak_gib", "GiB")):
+        values = [record[key] for record in records if key in record]
+        if values:
+            rows.append((f"train/{target}/{label}/{name}", statistics.median(values), unit, len(values), [min(values), max(values)], note))
+    return rows
+
+
+def record(args: argparse.Namespace, path: Path) -> int:
+    """Append the figures of an evaluation and its runs to results.json. Returns how many."""
+    results = json.loads(Path(args.record).read_text())
+    origin = {"command": args.command, **results.get("environment", {}), **json.loads(args.environment or "{}")}
+    missing = [key for key in ("hardware", "versions", "commit", "date") if not origin.get(key) or origin[key] == "unknown"]
+    if missing:
+        raise ValueError(f"{args.record} does not say {', '.join(missing)}; give it with --environment '{{\"{missing[0]}\": ...}}'")
+    rows = evaluation_entries(results, target=args.target, steps=args.steps, note=args.note)
+    for text in args.run:
+        label, _, run = text.partition("=")
+        rows += run_entries(label, Path(run), target=args.target, note="medians over logged windows, input pipeline included; " + args.note)
+    entries = json.loads(path.read_text()) if path.is_file() else []
+    for id_, value, unit, runs, spread, note in rows:
+        entry = {"id": id_, "value": round(value, 6), "unit": unit, **origin, "runs": runs, "note": note}
+        if spread is not None:
+            entry["spread"] = [round(edge, 6) for edge in spread]
+        entries.append(entry)
+    path.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
+    return len(rows)
+
+
+def acceptance_tables(figures: dict[str, dict]) -> list[str]:
+    """Markdown of every target and step count that has tau figures at temperature 0."""
+    groups = sorted({(m[1], int(m[2])) for m in (re.match(r"tau/([^/]+)/[^/@]+@(\d+)/avg/T0/full$", id_) for id_ in figures) if m})
+    lines = []
+    for target, steps in groups:
+        methods = [m for m in NAMES if f"tau/{target}/{m}@{steps}/avg/T0/full" in figures]
+        sample = figures[f"tau/{target}/{methods[0]}@{steps}/avg/T0/full"]
+        lines += [f"**{target}, {steps} steps, temperature 0.** {sample['note']} Mean of the benchmarks' pooled tau; brackets: lowest and highest seed.", ""]
+        lines += ["| text | method | " + " | ".join(BENCHMARKS) + " | average | tau - 1 |", "|---" * (len(BENCHMARKS) + 4) + "|"]
+        for scope, title in (("full", "full"), ("onset", "to loop onset")):
+            for method in methods:
+                tau = lambda name: figures[f"tau/{target}/{method}@{steps}/{name}/T0/{scope}"]  # noqa: B023, E731
+                average, (low, high) = tau("avg")["value"], tau("avg")["spread"]
+                cells = " | ".join(f"{tau(name)['value']:.2f}" for name in BENCHMARKS)
+                lines.append(f"| {title} | {NAMES[method]} | {cells} | **{average:.3f}** [{low:.3f}, {high:.3f}] | {average - 1:.3f} |")
+        lines.append("")
+        for scope, title in (("full", "full text"), ("onset", "to the loop onset")):
+            margin = figures.get(f"margin/{target}@{steps}/dspine_over_dflash/T0/{scope}")
+            accepted = figures.get(f"ratio_accepted/{target}@{steps}/dspine_over_dflash/T0/{scope}")
+            if margin and accepted:
+                (low, high), (alow, ahigh) = margin["spread"], accepted["spread"]
+                lines.append(
+                    f"* DSpine over DFlash, {title}: tau {margin['value']:+.1%} [{low:+.1%}, {high:+.1%}], "
+                    f"tau - 1 x{accepted['value']:.3f} [{alow:.3f}, {ahigh:.3f}] (paired bootstrap over prompts, 95%)"
+                )
+        lines += ["", "| method | trained parameters | of them injection | step | text tokens/s | peak memory |", "|---|---|---|---|---|---|"]
+        for method in methods:
+            get = lambda key, scale=1.0: figures.get(key, {}).get("value", float("nan")) / scale  # noqa: E731
+            total, injection = (get(f"parameters/{target}/{method}/{part}", 1e6) for part in ("total", "injection"))
+            step, rate, peak = (get(f"train/{target}/{method}/{name}") for name in ("step_s", "tokens_per_s", "peak_gib"))
+            lines.append(f"| {NAMES[method]} | {total:.2f}M | {injection:.2f}M | {step * 1e3:.1f} ms | {rate / 1e3:.0f}k | {peak:.1f} GiB |")
+        versions = ", ".join(f"{name} {version}" for name, version in sample["versions"].items())
+        lines += ["", f"{sample['hardware']}, commit {sample['commit']}, {sample['date']}, {versions}. Reproduce: `{sample['command']}`", ""]
+    return lines
+
+
+def updated_readme(text: str, entries: list[dict]) -> str:
+    """README text with the tables between the markers. Raises ValueError when the markers are missing."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"README.md must hold each of {BEGIN} and {END} once")
+    head, rest = text.split(BEGIN)
+    return head + BEGIN + "\n" + "\n".join(acceptance_tables(newest(entries))) + END + rest.split(END)[1]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Console entry point. Returns 0, 1 when --check finds stale tables, 2 for bad input."""
+    parser = argparse.ArgumentParser("python -m serve.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare only")
+    parser.add_argument("--record", metavar="RESULTS.json", help="an evaluation's results.json to add to docs/results.json first")
+    parser.add_argument("--run", action="append", default=[], metavar="METHOD=RUN", help="training workdir or metrics.jsonl whose speed to record; repeatable")
+    parser.add_argument("--target", help="name of the target in ids, such as smollm2-135m")
+    parser.add_argument("--steps", type=int, help="training steps, part of the ids")
+    parser.add_argument("--command", help="command that reproduces the figures")
+    parser.add_argument("--note", default="", help="data, prompts and cap, in a sentence")
+    parser.add_argument("--environment", help="JSON with hardware, versions, commit or date where the evaluation does not know them")
+    parser.add_argument("--root", type=Path, default=ROOT, help="repository root (default: this one)")
+    args = parser.parse_args(argv)
+    path, readme = args.root / "docs" / "results.json", args.root / "README.md"
+    try:
+        if args.record:
+            absent = [name for name in ("target", "steps", "command") if not getattr(args, name)]
+            if absent:
+                parser.error(f"--record needs --{' and --'.join(absent)}")
+            print(f"{record(args, path)} figures added to {path}")
+        old = readme.read_text()
+        new = updated_readme(old, json.loads(path.read_text()))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.check:
+        if old != new:
+            print("README.md is out of date: run python -m serve.report", file=sys.stderr)
+        return int(old != new)
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

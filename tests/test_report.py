@@ -1,0 +1,106 @@
+"""The README's tables are those of docs/results.json; curves and tables are made from files as they are written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serve import report
+from train import plot
+
+ROOT = Path(__file__).resolve().parent.parent
+ORIGIN = {"hardware": "1 x CPU", "versions": {"jax": "0.0"}, "commit": "abc", "date": "2026-01-01"}
+
+
+def evaluation(tau: float) -> dict:
+    """An evaluation of two methods on every benchmark; dspine's tau is ``tau``, dflash's 2."""
+    methods = {}
+    for method, value in (("dflash", 2.0), ("dspine", tau)):
+        entry = {"full": {"tau_pooled": value}, "onset": {"tau_pooled": value}, "full_by_seed": [value], "onset_by_seed": [value]}
+        methods[method] = {
+            "folders": ["a"],
+            "parameters": {"total": 10_000_000, "injection": 0},
+            "benchmarks": {name: entry for name in report.BENCHMARKS},
+            **{f"{scope}_average_tau{suffix}": [value] if suffix else value for scope in ("full", "onset") for suffix in ("", "_by_seed")},
+        }
+    margin = {"ratio": tau / 2, "ratio_interval": [1.1, 1.2], "ratio_accepted": tau - 1, "ratio_accepted_interval": [1.2, 1.3]}
+    return {"methods": methods, "comparisons": {"dspine_over_dflash": {"full": margin, "onset": margin}}, "environment": ORIGIN}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    return tmp_path
+
+
+def run(root: Path, tau: float, *extra: str) -> int:
+    (root / "results.json").write_text(json.dumps(evaluation(tau)))
+    arguments = ["--root", str(root), "--record", str(root / "results.json"), "--target", "t", "--steps", "9", "--command", "c", *extra]
+    return report.main(arguments)
+
+
+def test_readme_holds_the_tables_of_results_json():
+    assert report.main(["--check"]) == 0
+
+
+def test_every_recorded_figure_says_where_it_comes_from():
+    for entry in json.loads((ROOT / "docs" / "results.json").read_text()):
+        assert isinstance(entry["value"], (int, float))
+        assert all(entry[key] for key in ("id", "unit", "command", "commit", "hardware", "versions", "date", "runs"))
+
+
+def test_newer_figures_replace_older_ones_in_the_tables_and_older_ones_stay(root: Path):
+    assert run(root, 2.5) == 0
+    assert "**2.500**" in (root / "README.md").read_text()
+    assert run(root, 2.75) == 0
+    text = (root / "README.md").read_text()
+    assert "**2.750**" in text and "**2.500**" not in text and text.startswith("before") and text.endswith("after\n")
+    values = [e["value"] for e in json.loads((root / "docs" / "results.json").read_text()) if e["id"] == "tau/t/dspine@9/avg/T0/full"]
+    assert values == [2.5, 2.75]
+    assert "tau +37.5% [+10.0%, +20.0%], tau - 1 x1.750 [1.200, 1.300]" in text
+
+
+def test_a_stale_readme_fails_the_check(root: Path):
+    assert run(root, 2.5) == 0
+    (root / "README.md").write_text((root / "README.md").read_text().replace("2.500", "2.600"))
+    assert report.main(["--root", str(root), "--check"]) == 1
+
+
+def test_figures_without_an_origin_are_refused(root: Path, capsys):
+    results = evaluation(2.5)
+    results["environment"] = {**ORIGIN, "commit": "unknown"}
+    (root / "results.json").write_text(json.dumps(results))
+    arguments = ["--root", str(root), "--record", str(root / "results.json"), "--target", "t", "--steps", "9", "--command", "c"]
+    assert report.main(arguments) == 2
+    assert "commit" in capsys.readouterr().err
+    assert not (root / "docs" / "results.json").exists()
+    assert report.main([*arguments, "--environment", '{"commit": "abc"}']) == 0
+
+
+def test_run_speeds_are_medians_without_the_first_window(root: Path):
+    speeds = [9.0, 1.0, 3.0, 2.0]
+    (root / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "speed/step_s": s, "speed/tokens_per_s": 1e3}) + "\n" for i, s in enumerate(speeds)))
+    assert run(root, 2.5, "--run", f"dspine={root}") == 0
+    (entry,) = [e for e in json.loads((root / "docs" / "results.json").read_text()) if e["id"] == "train/t/dspine/step_s"]
+    assert (entry["value"], entry["spread"], entry["runs"]) == (2.0, [1.0, 3.0], 3)
+
+
+def test_curves_of_two_runs_are_drawn(tmp_path: Path):
+    for name, path in (("a", "base"), ("b", "conditioned")):
+        (tmp_path / name).mkdir()
+        record = {"loss/ce_base": 3.0, f"loss/ce_{path}": 2.0, f"accuracy_{path}/slot01": 0.5, f"accuracy_{path}/slot02": 0.25}
+        lines = [json.dumps({"step": step, **record}) for step in (1, 2)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert plot.slot_accuracies(record) == [0.5, 0.25]
+    output = tmp_path / "out" / "curves.png"
+    assert plot.main([str(tmp_path / "a"), f"other={tmp_path / 'b'}", "--output", str(output)]) == 0
+    assert output.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("content", [None, "", "{broken\n"])
+def test_missing_empty_or_broken_metrics_are_refused_by_name(tmp_path: Path, capsys, content):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert plot.main([str(tmp_path), "--output", str(tmp_path / "x.png")]) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err
