@@ -200,6 +200,16 @@ class OptimizerConfig:
     on_nonfinite: Literal["skip", "stop"] = "skip"  # a non-finite loss or gradient never changes the state
     max_consecutive_skips: int = 20  # skipping this many steps in a row stops the run
 
+    def __post_init__(self):
+        _require(self.learning_rate > 0, f"optimizer.learning_rate {self.learning_rate} must be positive")
+        _require(self.clip_norm > 0, f"optimizer.clip_norm {self.clip_norm} must be positive; a large value switches clipping off")
+        _require(self.weight_decay >= 0, f"optimizer.weight_decay {self.weight_decay} must not be negative")
+        _require(self.max_consecutive_skips >= 1, f"optimizer.max_consecutive_skips {self.max_consecutive_skips} must be at least 1")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"optimizer.{name} {getattr(self, name)} must lie in [0, 1)")
+        for name in ("warmup_fraction", "final_fraction"):
+            _require(0 <= getattr(self, name) <= 1, f"optimizer.{name} {getattr(self, name)} must lie in [0, 1]")
+
 
 @dataclass(frozen=True)
 class MeshConfig:

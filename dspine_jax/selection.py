@@ -1,11 +1,14 @@
-"""From block hidden states to drafted tokens, at temperature 0."""
+"""From block hidden states to drafted tokens: argmax, transition cache, and sampling from a known law."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 from dspine_jax.drafter import BlockOutput, Drafter
+from dspine_jax.sampling import SamplingConfig, draw, probabilities
 from pallas_kernels.topk_logits import topk_logits
 from pallas_kernels.transition import greedy_walk, transition_table
 
@@ -25,11 +28,20 @@ def select_greedy(
     Without a redone last write every slot takes its own argmax; with it the transition cache is
     built over the top-P candidates of each slot and walked. -> token ids [B,N,K-1] int32.
     """
-    hidden_BNJD = block.hidden_BNKD[:, :, 1:]
     if not drafter.config.redoes_last_write:
-        return topk_logits(hidden_BNJD, rows_VD, 1, num_tokens=num_tokens)[1][..., 0]
+        return topk_logits(block.hidden_BNKD[:, :, 1:], rows_VD, 1, num_tokens=num_tokens)[1][..., 0]
+    return greedy_walk(*transition_cache(drafter, block, rows_VD, anchor_feature_BNR, num_tokens=num_tokens))
+
+
+def transition_cache(
+    drafter: Drafter, block: BlockOutput, rows_VD: jax.Array, anchor_feature_BNR: jax.Array, *, num_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """Candidates of every drafted slot and the scores of all their pairs (DESIGN 5.5).
+
+    -> (table [B,N,J,P,P] fp32, candidate ids [B,N,J,P] int32), J = K-1.
+    """
     injection = drafter.config.injection
-    _, ids_BNJP = topk_logits(hidden_BNJD, rows_VD, injection.num_candidates, num_tokens=num_tokens)
+    _, ids_BNJP = topk_logits(block.hidden_BNKD[:, :, 1:], rows_VD, injection.num_candidates, num_tokens=num_tokens)
     table_BNJPP = transition_table(
         block.pre_write_BNKD,
         block.hidden_gate_BNKD,
@@ -41,4 +53,96 @@ def select_greedy(
         drafter.norm.weight[...],
         eps=drafter.config.rms_norm_eps,
     )
-    return greedy_walk(table_BNJPP, ids_BNJP)
+    return table_BNJPP, ids_BNJP
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """Drafted tokens and the law each was really drawn from.
+
+    tokens_BJ int32; token_prob_BJ fp32: q of the drawn token, 1 for a point mass; ids_BJP and probs_BJP: q's
+    support and fp32 probabilities (P = V with ids None for a dense law; both None for a point
+    mass); cut_B: slots before this many are proposed.
+    """
+
+    tokens_BJ: jax.Array
+    token_prob_BJ: jax.Array
+    ids_BJP: jax.Array | None
+    probs_BJP: jax.Array | None
+    cut_B: jax.Array
+
+    def law_at(self, slot_B: jax.Array, vocab_size: int) -> jax.Array:
+        """q of one slot a row as a dense [B,V] array."""
+        row = lambda x_BJP: jnp.take_along_axis(x_BJP, slot_B[:, None, None], axis=1)[:, 0]  # noqa: E731
+        if self.probs_BJP is None:
+            return jax.nn.one_hot(jnp.take_along_axis(self.tokens_BJ, slot_B[:, None], axis=1)[:, 0], vocab_size, dtype=jnp.float32)
+        if self.ids_BJP is None:
+            return row(self.probs_BJP)
+        zeros = jnp.zeros((slot_B.shape[0], vocab_size), jnp.float32)
+        return jnp.put_along_axis(zeros, row(self.ids_BJP), row(self.probs_BJP), axis=1, inplace=False)
+
+    def first(self, count: int) -> Draft:
+        """Only the first ``count`` slots: later ones never influence how earlier ones are judged."""
+        cut = lambda x: None if x is None else x[:, :count]  # noqa: E731
+        return Draft(
+            self.tokens_BJ[:, :count], self.token_prob_BJ[:, :count], cut(self.ids_BJP), cut(self.probs_BJP), jnp.minimum(self.cut_B, count)
+        )
+
+
+def point_mass(tokens_BJ: jax.Array) -> Draft:
+    """A draft whose every token was certain."""
+    B, J = tokens_BJ.shape
+    return Draft(tokens_BJ, jnp.ones((B, J), jnp.float32), None, None, jnp.full((B,), J, jnp.int32))
+
+
+def slot_keys(keys_B: jax.Array, slot: int | jax.Array) -> jax.Array:
+    """A key a row for one slot."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, slot))(keys_B)
+
+
+def select_independent(logits_BJV: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) -> Draft:
+    """Draw every slot from its own marginal (DFlash under its own q)."""
+    B, J, _ = logits_BJV.shape
+    probs_BJV = probabilities(logits_BJV, sampling)
+    tokens_BJ = jnp.stack([draw(slot_keys(keys_B, j), probs_BJV[:, j]) for j in range(J)], axis=1)
+    token_prob_BJ = jnp.take_along_axis(probs_BJV, tokens_BJ[..., None], axis=2)[..., 0]
+    return Draft(tokens_BJ, token_prob_BJ, None, probs_BJV, jnp.full((B,), J, jnp.int32))
+
+
+def select_on_candidates(table_BJPP: jax.Array, ids_BJP: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) -> Draft:
+    """Walk the table, drawing each slot from the softmax of its row: q lives on P candidates (DESIGN 5.5).
+
+    Lossless because a slot's candidates and row are fixed before its token is drawn.
+    """
+    B, J, P = ids_BJP.shape
+    row_B, tokens, probs = jnp.zeros((B,), jnp.int32), [], []
+    for j in range(J):
+        scores_BP = jnp.take_along_axis(table_BJPP[:, j], row_B[:, None, None], axis=1)[:, 0]
+        probs.append(probabilities(scores_BP, sampling))
+        row_B = draw(slot_keys(keys_B, j), probs[-1])
+        tokens.append(row_B)
+    probs_BJP, choice_BJ = jnp.stack(probs, axis=1), jnp.stack(tokens, axis=1)
+    pick = lambda x: jnp.take_along_axis(x, choice_BJ[..., None], axis=2)[..., 0]  # noqa: E731
+    return Draft(pick(ids_BJP), pick(probs_BJP), ids_BJP, probs_BJP, jnp.full((B,), J, jnp.int32))
+
+
+def select_tail_mixed(logits_BJV: jax.Array, table_BJPP: jax.Array, ids_BJP: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) -> Draft:
+    """Walk with table logits on the candidates and base logits elsewhere, one softmax over V a slot.
+
+    The table has no row for a token outside the candidates, so such a draw is the last one proposed.
+    """
+    B, J, _ = ids_BJP.shape
+    row_B, alive_B = jnp.zeros((B,), jnp.int32), jnp.ones((B,), bool)
+    cut_B, tokens, token_probs, probs = jnp.zeros((B,), jnp.int32), [], [], []
+    for j in range(J):
+        scores_BP = jnp.take_along_axis(table_BJPP[:, j], row_B[:, None, None], axis=1)[:, 0]
+        mixed_BV = jnp.put_along_axis(logits_BJV[:, j], ids_BJP[:, j], scores_BP, axis=1, inplace=False)
+        probs.append(probabilities(mixed_BV, sampling))
+        tokens.append(draw(slot_keys(keys_B, j), probs[-1]))
+        token_probs.append(jnp.take_along_axis(probs[-1], tokens[-1][:, None], axis=1)[:, 0])
+        cut_B = cut_B + alive_B
+        is_candidate_BP = ids_BJP[:, j] == tokens[-1][:, None]
+        alive_B = alive_B & is_candidate_BP.any(axis=1)
+        row_B = jnp.argmax(is_candidate_BP, axis=1).astype(jnp.int32)
+    return Draft(jnp.stack(tokens, 1), jnp.stack(token_probs, 1), None, jnp.stack(probs, 1), cut_B)

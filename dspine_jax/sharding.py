@@ -70,17 +70,16 @@ def parameter_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
 
     Raises ValueError when no rule fits, or when a dimension does not divide by its mesh axis.
     """
-    for pattern, logical in RULES:
-        if re.search(pattern, name):
-            break
-    else:
+    logical = next((axes for pattern, axes in RULES if re.search(pattern, name)), None)
+    if logical is None:
         raise ValueError(f"no sharding rule matches parameter {name} {shape}; add one to RULES in dspine_jax/sharding.py")
     spec = []
     for axis, size in zip(logical, shape, strict=True):
         mesh_axis = MESH_AXIS.get(axis)
         if mesh_axis is not None and size % mesh.shape[mesh_axis]:
             raise ValueError(
-                f"{name} {shape}: axis '{axis}' of size {size} does not divide by mesh.{mesh_axis} = {mesh.shape[mesh_axis]}; choose a mesh.{mesh_axis} that divides {size}"
+                f"{name} {shape}: axis '{axis}' of size {size} does not divide by mesh.{mesh_axis} = {mesh.shape[mesh_axis]}; "
+                f"choose a mesh.{mesh_axis} that divides {size}"
             )
         spec.append(mesh_axis)
     return P(*spec)
@@ -115,9 +114,12 @@ def check_batch(batch_size: int, mesh: Mesh) -> None:
 def constrain_batch(x: jax.Array) -> jax.Array:
     """Pin axis 0 of an activation to the batch axes of the mesh in scope; without one, do nothing.
 
-    Left to itself the partitioner may follow a parameter's fsdp axis into the activations.
+    Left to itself the partitioner may follow a parameter's fsdp axis into the activations. A batch
+    that does not divide is left to the partitioner: a single prompt decodes on any mesh.
+    Training refuses such a batch by name before it starts (``check_batch``).
     """
-    if "data" not in jax.sharding.get_abstract_mesh().axis_names:
+    mesh = jax.sharding.get_abstract_mesh()
+    if "data" not in mesh.axis_names or x.shape[0] % (mesh.shape["data"] * mesh.shape["fsdp"]):
         return x
     return jax.lax.with_sharding_constraint(x, P(BATCH_AXES))
 

@@ -6,6 +6,7 @@ the classes that held it and a restore can ask for any mesh.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,43 @@ def _flatten(tree: Any) -> dict[str, Any]:
     return flat
 
 
+ITEMS = ("state", "data", "meta")
+
+
+def _set_incomplete_steps_aside(folder: Path) -> None:
+    """Rename step folders without all items and Orbax' closing file.
+
+    Orbax counts every folder with a number for a name: an empty one would be resumed from, and, being the
+    newest, make it skip the saves of earlier steps without a word.
+    """
+    for step in folder.glob("*") if folder.is_dir() else ():
+        complete = all((step / name).exists() for name in (*ITEMS, "_CHECKPOINT_METADATA"))
+        if step.name.isdigit() and not complete:
+            step.rename(step.with_name(f"incomplete-{step.name}-{time.time_ns()}"))
+
+
 class Checkpointer:
     """Saves asynchronously; a failed save raises at the next call, and close() waits for the last one."""
 
     def __init__(self, folder: str | Path, *, keep: int):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(Path(folder).absolute(), options=options)
+        """Open or make ``folder``. Step folders that are not complete are renamed out of the way."""
+        folder = Path(folder).absolute()
+        if jax.process_index() == 0:
+            _set_incomplete_steps_aside(folder)
+        # Folders are made before save() returns: in the background a failure would only show as a time-out of minutes.
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=True, async_options=ocp.AsyncOptions(create_directories_asynchronously=False)
+        )
+        self._manager = ocp.CheckpointManager(folder, options=options)
 
     def latest_step(self) -> int | None:
         """The newest complete step; unfinished and empty step folders are passed over."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, iterator: grain.DatasetIterator, meta: dict[str, Any]) -> None:
-        """Start saving; returns before the write is finished. Raises what an earlier save raised."""
+        """Start saving; returns before the write is finished. Raises what an earlier save raised, and when the save is refused."""
         self._manager.check_for_errors()
-        self._manager.save(
+        started = self._manager.save(
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(_flatten(state)),
@@ -46,6 +69,8 @@ class Checkpointer:
                 meta=ocp.args.JsonSave(meta),
             ),
         )
+        if not started:
+            raise RuntimeError(f"step {step} was not saved: {self._manager.directory} already holds step {self._manager.latest_step()}")
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """The JSON stored beside the state."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ GIB = 2**30
 
 
 def average_metrics(window: list[dict[str, tuple[Any, Any]]]) -> dict[str, float]:
-    """Sums over sums of (sum, weight) pairs of several steps; per-slot pairs become '<name>/slot07'."""
+    """Sums over sums of (sum, weight) pairs of several steps; per-slot pairs become '<name>/slot07'.
+
+    What weighs nothing in all of them (only skipped steps, a slot never supervised) is left out.
+    """
     totals: dict[str, list[np.ndarray]] = {}
     for metrics in jax.device_get(window):
         for name, (value, weight) in metrics.items():
@@ -25,11 +29,10 @@ def average_metrics(window: list[dict[str, tuple[Any, Any]]]) -> dict[str, float
             total[1] += weight
     scalars = {}
     for name, (value, weight) in totals.items():
-        if np.ndim(value) == 0:
-            scalars[name] = float(value / weight) if weight else 0.0
-        else:
-            for slot, (v, w) in enumerate(zip(value, weight), start=1):
-                scalars[f"{name}/slot{slot:02d}"] = float(v / w) if w else 0.0
+        slots = [name] if np.ndim(value) == 0 else [f"{name}/slot{slot:02d}" for slot in range(1, len(value) + 1)]
+        for slot, v, w in zip(slots, np.atleast_1d(value), np.atleast_1d(weight)):
+            if w:
+                scalars[slot] = float(v / w)
     return scalars
 
 
@@ -43,12 +46,14 @@ class RunLog:
     """Writes scalars of a step everywhere; a resumed run continues its files without repeated steps."""
 
     def __init__(self, workdir: Path, *, start_step: int, total_steps: int):
-        self._jsonl = workdir / "metrics.jsonl"
-        if self._jsonl.exists():
-            rows = [line for line in self._jsonl.read_text().split("\n") if line]
-            kept = [line for line in rows if json.loads(line)["step"] <= start_step]
-            self._jsonl.write_text("".join(line + "\n" for line in kept))
-        self._file = self._jsonl.open("a")
+        jsonl = workdir / "metrics.jsonl"
+        if jsonl.exists():
+            # A killed run may leave half a line at the end: only lines with their newline count.
+            whole = jsonl.read_text().split("\n")[:-1]
+            temporary = workdir / ".metrics.jsonl.tmp"
+            temporary.write_text("".join(line + "\n" for line in whole if json.loads(line)["step"] <= start_step))
+            os.replace(temporary, jsonl)
+        self._file = jsonl.open("a")
         self._tensorboard = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step)
         # A log file gets a line every half minute, a terminal one live line.
         interval = 0.5 if sys.stderr.isatty() else 30.0
@@ -66,7 +71,7 @@ class RunLog:
             self._tensorboard.add_scalar(name, value, step)
         self._tensorboard.flush()
         tau = scalars.get("simulated_tau/conditioned", scalars.get("simulated_tau/base", 0.0))
-        line = f"loss {scalars['loss/total']:.3f} tau~{tau:.2f} {scalars['speed/tokens_per_s'] / 1e3:.1f}k tok/s"
+        line = f"loss {scalars.get('loss/total', float('nan')):.3f} tau~{tau:.2f} {scalars['speed/tokens_per_s'] / 1e3:.1f}k tok/s"
         if scalars["optimizer/skipped_steps"]:
             line += f" skipped {scalars['optimizer/skipped_steps']:.0f}"
         self._bar.set_postfix_str(line, refresh=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -25,8 +27,18 @@ from train.data import DatasetFolder, make_iterator, token_frequencies
 from train.log import GIB, RunLog, average_metrics, peak_memory_gib
 from train.step import TrainState, abstract_state, initial_state, make_train_step
 
-# What may differ between a run and its resumption without changing what is computed.
-RESUMABLE_CHANGES = ("workdir", "target", "mesh", "log", "checkpoint", "remat")
+# What may differ between a run and its resumption: none of it changes what a finite step computes.
+RESUMABLE_CHANGES = (
+    "workdir",
+    "target",
+    "mesh",
+    "log",
+    "checkpoint",
+    "remat",
+    "data.path",
+    "optimizer.on_nonfinite",
+    "optimizer.max_consecutive_skips",
+)
 
 
 class NonFiniteError(RuntimeError):
@@ -91,70 +103,99 @@ def _train(config, mesh, graphdef, target, state, iterator, checkpointer, identi
     log = RunLog(workdir, start_step=start, total_steps=config.steps)
     window: list[dict] = []
     tokens, clock, planned = 0, time.perf_counter(), tree_shardings(state, mesh)
-    step = start
-    try:
-        while step < config.steps:
-            rows = next(iterator)
-            tokens += int(rows["lengths"].sum()) * jax.process_count()
-            batch = {name: jax.make_array_from_process_local_data(batch_sharding(mesh), rows[name]) for name in ("tokens", "loss_mask")}
-            state, metrics = train_step(state, target_state, batch)
-            step += 1
-            log.advance()
-            if step == start + 1:
-                assert_shardings(state, planned)
-            if window:  # a step late, so reading never holds up the device
-                _check_finite(window[-1], config, step - 1)
-            window.append(metrics)
-            logs, saves = step % config.log.every == 0 or step == config.steps, step % config.checkpoint.every == 0 or step == config.steps
-            if logs or saves:
-                _check_finite(metrics, config, step)
-            if logs:
-                scalars = average_metrics(window)
-                now = time.perf_counter()
-                scalars["speed/step_s"] = (now - clock) / len(window)
-                scalars["speed/tokens_per_s"] = tokens / (now - clock)
-                if (memory := peak_memory_gib()) is not None:
-                    scalars["memory/peak_gib"] = memory
-                log.write(step, scalars)
-                window, tokens, clock = [], 0, now
-            if saves:
-                checkpointer.save(step, state, iterator, identity)
-    except KeyboardInterrupt:
-        log.message(f"interrupted at step {step}: saving; run the same command again to go on")
-        if step > start and checkpointer.latest_step() != step:
-            checkpointer.save(step, state, iterator, identity)
-        raise
-    finally:
-        log.close()
-        checkpointer.close()
+    step = saved = start
+    with StopRequest() as stop:
+        try:
+            while step < config.steps and not stop.requested:
+                rows = next(iterator)
+                tokens += int(rows["lengths"].sum()) * jax.process_count()
+                batch = {name: jax.make_array_from_process_local_data(batch_sharding(mesh), rows[name]) for name in ("tokens", "loss_mask")}
+                state, metrics = train_step(state, target_state, batch)
+                step += 1
+                log.advance()
+                if step == start + 1:
+                    assert_shardings(state, planned)
+                if window:  # a step late, so reading never holds up the device
+                    _check_finite(window[-1], config, step - 1)
+                window.append(metrics)
+                logs, saves = step % config.log.every == 0 or step == config.steps, step % config.checkpoint.every == 0 or step == config.steps
+                if logs or saves or stop.requested:
+                    _check_finite(metrics, config, step)
+                if logs:
+                    scalars = average_metrics(window)
+                    now = time.perf_counter()
+                    scalars["speed/step_s"] = (now - clock) / len(window)
+                    scalars["speed/tokens_per_s"] = tokens / (now - clock)
+                    if (memory := peak_memory_gib()) is not None:
+                        scalars["memory/peak_gib"] = memory
+                    log.write(step, scalars)
+                    window, tokens, clock = [], 0, now
+                if saves:
+                    checkpointer.save(step, state, iterator, identity)
+                    saved = step
+            if step < config.steps:
+                log.message(f"interrupted at step {step}: saving; run the same command again to go on")
+                if step != saved:
+                    checkpointer.save(step, state, iterator, identity)
+        finally:
+            log.close()
+            checkpointer.close()
+    if step < config.steps:
+        raise KeyboardInterrupt
     return state
+
+
+class StopRequest:
+    """Ctrl-C ends the run after the step in progress; a second one at once.
+
+    Raising in the middle of a step would leave a state whose buffers the step has already taken
+    over: nothing could be saved.
+    """
+
+    def __init__(self):
+        self.requested = False
+
+    def __enter__(self) -> StopRequest:
+        self._previous = None
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def _handle(self, *_) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *_) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
 
 
 def _check_finite(metrics: dict, config: TrainConfig, step: int) -> None:
     skips = int(metrics["optimizer/consecutive_skips"][0])
     if skips and config.optimizer.on_nonfinite == "stop":
-        raise NonFiniteError(f"step {step}: loss or gradient is not finite; the state before it is kept. Lower optimizer.learning_rate or set optimizer.on_nonfinite='skip'")
+        raise NonFiniteError(
+            f"step {step}: loss or gradient is not finite; the last checkpoint is good. Go on with optimizer.on_nonfinite='skip', "
+            "or start a new workdir with a lower optimizer.learning_rate"
+        )
     if skips >= config.optimizer.max_consecutive_skips:
-        raise NonFiniteError(f"step {step}: {skips} non-finite steps in a row (optimizer.max_consecutive_skips); the last good state is kept")
+        raise NonFiniteError(f"step {step}: {skips} non-finite steps in a row (optimizer.max_consecutive_skips); the last checkpoint is good")
 
 
 def check_same_run(meta: dict, config: TrainConfig, target: TargetConfig, data_sha256: dict, workdir: Path) -> None:
     """Refuse to resume a run as another one. Raises ValueError naming each field that differs."""
-    saved, now = meta["config"], config_to_dict(config)
     differing = []
 
     def compare(old, new, prefix=""):
         for key in sorted(old.keys() | new.keys()):
+            if f"{prefix}{key}" in RESUMABLE_CHANGES:
+                continue
             a, b = old.get(key), new.get(key)
             if isinstance(a, dict) and isinstance(b, dict):
                 compare(a, b, f"{prefix}{key}.")
             elif (list(a) if isinstance(a, tuple) else a) != (list(b) if isinstance(b, tuple) else b):
                 differing.append(f"{prefix}{key}: {a} saved, {b} now")
 
-    drop = lambda d: {k: v for k, v in d.items() if k not in RESUMABLE_CHANGES}  # noqa: E731
-    saved, now = drop(saved), drop(now)
-    saved["data"], now["data"] = ({**d["data"], "path": ""} for d in (saved, now))
-    compare(saved, now)
+    compare(meta["config"], config_to_dict(config))
     compare(meta["target"], config_to_dict(target), "target.")
     if meta["data"] != data_sha256:
         differing.append(f"data.path: {config.data.path} does not hold the rows this run was started with")
@@ -194,9 +235,12 @@ def describe(config: TrainConfig, mesh: Mesh, data: DatasetFolder, drafter, resu
     chunk = config.data.batch_size * min(config.loss.vocab_chunk, config.anchors.num_anchors * c.num_draft_tokens) * c.vocab_size * 4
     return "\n".join(
         [
-            f"{c.method}: {counts['total'] / 1e6:.2f}M trained parameters ({counts['injection'] / 1e6:.2f}M injection), {c.num_layers} layers, block {c.block_size}, taps {c.target_layer_ids}",
-            f"data: {data.num_rows} rows of {data.width} tokens from {config.data.path}; {config.data.batch_size} rows x {config.anchors.num_anchors} anchors = {per_step} blocks a step",
-            f"mesh: {dict(mesh.shape)} on {jax.devices()[0].device_kind}; {config.compute_dtype} compute, fp32 masters; logits of one chunk {chunk / GIB:.2f} GiB",
+            f"{c.method}: {counts['total'] / 1e6:.2f}M trained parameters ({counts['injection'] / 1e6:.2f}M injection), "
+            f"{c.num_layers} layers, block {c.block_size}, taps {c.target_layer_ids}",
+            f"data: {data.num_rows} rows of {data.width} tokens from {config.data.path}; "
+            f"{config.data.batch_size} rows x {config.anchors.num_anchors} anchors = {per_step} blocks a step",
+            f"mesh: {dict(mesh.shape)} on {jax.devices()[0].device_kind}; "
+            f"{config.compute_dtype} compute, fp32 masters; logits of one chunk {chunk / GIB:.2f} GiB",
             f"workdir: {config.workdir}; {'starting' if resume_step is None else f'resuming at step {resume_step}'}, {config.steps} steps",
         ]
     )

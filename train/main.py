@@ -22,7 +22,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Console entry point. Returns 0, 2 for bad input, 3 for a stopped run, 130 for Ctrl-C."""
+    """Console entry point. Returns 0, 2 for bad input or a file error, 3 for a run stopped by non-finite numbers, 130 for Ctrl-C."""
     args = parse_args(argv)
     # JAX is imported only now, so --help and argument errors answer at once.
     from dspine_jax.config_io import apply_overrides, config_to_dict, load_config
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         except NonFiniteError as error:
             print(f"stopped: {error}", file=sys.stderr)
             return 3
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

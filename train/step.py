@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dspine_jax.anchors import draw_anchors, make_blocks
 from dspine_jax.config import OptimizerConfig, TrainConfig
@@ -115,7 +116,7 @@ def make_train_step(
 
     batch: tokens [B,S] int32, loss_mask [B,S] bool. metrics: (sum, weight) pairs plus learning rate,
     gradient norm and skip counters. A non-finite loss or gradient leaves parameters, moments and
-    the update count bit for bit as they were and only counts the skip.
+    the update count bit for bit as they were, only counts the skip, and gives its metrics weight 0.
     """
     target_graph, abstract_target = nnx.split(target)
     _, abstract = abstract_state(config)
@@ -138,7 +139,7 @@ def make_train_step(
             return block_objective(drafter, frozen_target, tokens_BS, blocks, config.loss, dtype)
 
         (loss, metrics), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -154,8 +155,10 @@ def make_train_step(
             rng=state.rng,
         )
         one = jnp.float32(1)
-        metrics["optimizer/learning_rate"] = (schedule(state.updates).astype(jnp.float32), one)
         metrics["optimizer/gradient_norm"] = (norm, one)
+        # A skipped step has no say in averages: one inf would blank every curve of its log window.
+        metrics = jax.tree.map(lambda x: jnp.where(finite, x, 0.0), metrics)
+        metrics["optimizer/learning_rate"] = (schedule(state.updates).astype(jnp.float32), one)
         metrics["optimizer/skipped_steps"] = (new_state.skipped.astype(jnp.float32), one)
         metrics["optimizer/consecutive_skips"] = (new_state.consecutive_skips.astype(jnp.float32), one)
         return new_state, metrics
@@ -163,6 +166,6 @@ def make_train_step(
     return jax.jit(
         train_step,
         in_shardings=(shardings, tree_shardings(abstract_target, mesh), batch_sharding(mesh)),
-        out_shardings=(shardings, None),
+        out_shardings=(shardings, NamedSharding(mesh, P())),
         donate_argnums=0,
     )
