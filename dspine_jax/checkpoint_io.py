@@ -143,10 +143,12 @@ def load_tensors(
     wanted = {rename(name): entry for name, entry in expected_tensors(module).items()}
     missing = [name for name in wanted if name not in tensors]
     if missing:
-        raise ValueError(f"{source}: missing {_listed([f'{name} {list(wanted[name][1])}' for name in missing])}; the config and the weights do not belong together")
+        listed = _listed([f"{name} {list(wanted[name][1])}" for name in missing])
+        raise ValueError(f"{source}: missing {listed}; the config and the weights do not belong together")
     extra = [name for name in tensors if name not in wanted]
     if extra:
-        raise ValueError(f"{origin(extra[0])}: this model has no {_listed([f'{name} {list(shape_of(name))}' for name in extra])}; the config and the weights do not belong together")
+        listed = _listed([f"{name} {list(shape_of(name))}" for name in extra])
+        raise ValueError(f"{origin(extra[0])}: this model has no {listed}; the config and the weights do not belong together")
     for name, (_, shape) in wanted.items():
         if shape_of(name) != shape:
             raise ValueError(f"{origin(name)}: tensor '{name}' has shape {list(shape_of(name))}, the config asks for {list(shape)}")

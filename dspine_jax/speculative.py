@@ -91,7 +91,14 @@ class DecodeState:
 
 
 def start(
-    drafter: Drafter | None, target: Target, prompts_BS: jax.Array, lengths_B: jax.Array, limit_B: jax.Array, keys_B: jax.Array, room: int, settings: DecodeSettings
+    drafter: Drafter | None,
+    target: Target,
+    prompts_BS: jax.Array,
+    lengths_B: jax.Array,
+    limit_B: jax.Array,
+    keys_B: jax.Array,
+    room: int,
+    settings: DecodeSettings,
 ) -> DecodeState:
     """Prefill right-padded prompts and choose the first token, which is the first anchor.
 

@@ -104,7 +104,7 @@ def _weight_files(folder: Path) -> list[Path]:
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickled:
         raise ValueError(
-            f"{folder}: holds only {', '.join(pickled)}; such files are pickles, which run code when read, so they are refused. Convert them to safetensors first"
+            f"{folder}: holds only {', '.join(pickled)}; such files are pickles, which run code when read: refused. Convert them to safetensors first"
         )
     raise FileNotFoundError(f"{folder}: neither {single.name} nor {index.name} is there")
 
@@ -138,7 +138,7 @@ def _drop_tied_head(tensors: SafetensorsFiles) -> None:
     if embedding in tensors:
         same = tensors.shape(head) == tensors.shape(embedding) and (tensors[head] == tensors[embedding]).all()
         if not same:
-            raise ValueError(f"{tensors.origin(head)}: tie_word_embeddings is true but '{head}' differs from '{embedding}'; set it to false if the head is a table of its own")
+            raise ValueError(f"{tensors.origin(head)}: tie_word_embeddings is true but '{head}' differs from '{embedding}'; set it to false")
     tensors.drop(head)
 
 

@@ -38,7 +38,11 @@ SHAPES = {
     "embed.weight": (5, 6),
     "extra.3.weight": (2, 6),
     "mean": (6,),
-    **{f"layers.{i}.{name}": shape for i in range(2) for name, shape in (("norm.weight", (6,)), ("heads.weight", (8, 6)), ("heads.bias", (8,)), ("out.weight", (6, 8)))},
+    **{
+        f"layers.{i}.{name}": shape
+        for i in range(2)
+        for name, shape in (("norm.weight", (6,)), ("heads.weight", (8, 6)), ("heads.bias", (8,)), ("out.weight", (6, 8)))
+    },
 }
 
 
@@ -101,7 +105,8 @@ def test_abstract_module_is_filled_and_placed():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     asked = []
     tensor = np.arange(6, dtype=np.float32).reshape(3, 2)
-    module = load_tensors(abstract_without_rng(jnp.float32), {"m.weight": tensor}, source="x", rename=lambda name: f"m.{name}", sharding=lambda path: asked.append(path) or sharding)
+    place = lambda path: asked.append(path) or sharding  # noqa: E731
+    module = load_tensors(abstract_without_rng(jnp.float32), {"m.weight": tensor}, source="x", rename=lambda name: f"m.{name}", sharding=place)
     np.testing.assert_array_equal(module.kernel[...], tensor.T)
     assert asked == [("kernel",)]
     assert module.kernel[...].sharding == sharding

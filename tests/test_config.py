@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from flax import nnx
 
 from dspine_jax.config import (
     DrafterConfig,
@@ -18,6 +19,8 @@ from dspine_jax.config import (
     default_target_layer_ids,
 )
 from dspine_jax.config_io import apply_overrides, config_from_dict, config_to_dict, load_config, read_config, save_config
+from dspine_jax.drafter import Drafter
+from dspine_jax.drafter_io import drafter_parameter_counts
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 TARGET = TargetConfig(
@@ -342,3 +345,12 @@ def test_default_target_layer_ids_refuse_small_targets_and_repeats():
         default_target_layer_ids(3)
     with pytest.raises(ValueError, match="does not come after"):
         default_target_layer_ids(6, num_taps=5)
+
+
+@pytest.mark.parametrize("method, millions", [("dflash", 19.36), ("dspine", 22.68)])
+def test_shipped_configs_build_their_drafters_for_their_target(method, millions):
+    """Abstractly: shapes only. The sizes are those of SmolLM2-135M-Instruct."""
+    target = TargetConfig("llama", 49152, 49152, 576, 30, 9, 3, 64, 1536, 100000.0, 1e-5, True, (2,), 8192)
+    config = load_config(CONFIGS / f"smollm2_135m_{method}.py").drafter.resolve(target)
+    drafter = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
+    assert round(drafter_parameter_counts(drafter)["total"] / 1e6, 2) == millions

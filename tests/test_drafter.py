@@ -416,7 +416,11 @@ def test_bad_taps_are_refused_by_name(target, folder, tmp_path, ids, named):
         ("removed", lambda t: {k: v for k, v in t.items() if k != "injections.1.message.weight"}, r"missing tensor injections\.1\.message\.weight"),
         ("unknown", lambda t: t | {"markov_head.markov_w1.weight": np.zeros((4, 2), np.float32)}, r"markov_head\.markov_w1\.weight \[4, 2\]"),
         ("prefixed", lambda t: {f"model.{k}": v for k, v in t.items()}, r"missing tensors fc\.weight"),
-        ("transposed", lambda t: t | {"fc.weight": np.ascontiguousarray(t["fc.weight"].T)}, r"'fc\.weight' has shape \[128, 64\], the config asks for \[64, 128\]"),
+        (
+            "transposed",
+            lambda t: t | {"fc.weight": np.ascontiguousarray(t["fc.weight"].T)},
+            r"'fc\.weight' has shape \[128, 64\], the config asks for \[64, 128\]",
+        ),
         ("integers", lambda t: t | {"norm.weight": np.ones(64, np.int32)}, r"'norm\.weight' holds int32"),
     ],
 )
@@ -430,7 +434,11 @@ def test_a_folder_whose_tensors_are_not_those_of_its_config_is_refused(target, f
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"hidden_size": 128}, "hidden_size is 64 but the target has 128"), ({"vocab_size": 256}, "vocab_size is 128 but the target has 256"), ({"num_layers": 6}, "num_target_layers is 4 but the target has 6")],
+    [
+        ({"hidden_size": 128}, "hidden_size is 64 but the target has 128"),
+        ({"vocab_size": 256}, "vocab_size is 128 but the target has 256"),
+        ({"num_layers": 6}, "num_target_layers is 4 but the target has 6"),
+    ],
 )
 def test_another_targets_drafter_is_refused_before_its_weights_are_read(target, folder, tmp_path, changes, words):
     other = copy_folder(folder, tmp_path / "other")
