@@ -14,8 +14,9 @@ RECORD = {"loss/total": 1.5, "speed/tokens_per_s": 10.0, "optimizer/skipped_step
 
 def test_a_window_is_the_sum_of_values_over_the_sum_of_weights():
     """M08 over steps: 3 tokens with mean 1 and 1 with mean 5 average to 2, not to 3."""
-    window = [{"x": (3.0, 3.0), "slots": (np.array([1.0, 0.0]), np.array([2.0, 4.0]))}, {"x": (5.0, 1.0), "slots": (np.array([1.0, 4.0]), np.array([2.0, 4.0]))}]
-    assert average_metrics(window) == {"x": 2.0, "slots/slot01": 0.5, "slots/slot02": 0.5}
+    first = {"x": (3.0, 3.0), "slots": (np.array([1.0, 0.0]), np.array([2.0, 4.0]))}
+    second = {"x": (5.0, 1.0), "slots": (np.array([1.0, 4.0]), np.array([2.0, 4.0]))}
+    assert average_metrics([first, second]) == {"x": 2.0, "slots/slot01": 0.5, "slots/slot02": 0.5}
 
 
 def test_what_weighs_nothing_is_left_out_not_shown_as_zero():
