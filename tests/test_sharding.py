@@ -28,7 +28,6 @@ from dspine_jax.sharding import (
 )
 from dspine_jax.speculative import Decoder, DecodeSettings
 from dspine_jax.target import Target
-from train.loop import run
 from train.step import initial_state, step_anchors
 
 MESHES = {"8x1x1": (8, 1, 1), "2x2x2": (2, 2, 2), "1x4x2": (1, 4, 2)}
@@ -107,6 +106,7 @@ def test_an_array_in_another_layout_is_reported_by_name():
 
 def test_the_trainer_checks_layouts_after_its_first_step(tmp_path, monkeypatch):
     """M01: the trainer itself looks, not only the tests."""
+    from train.loop import run  # here: the tests marked gpu need no logging packages
 
     def careless(config, mesh, graphdef, target):
         return lambda state, target_state, batch: (jax.device_put(state, NamedSharding(mesh, P())), {})

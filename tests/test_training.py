@@ -40,10 +40,10 @@ from dspine_jax.sharding import make_mesh
 from dspine_jax.target import Target
 from train.checkpoint import Checkpointer
 from train.data import DatasetFolder, make_iterator
-from train.log import RunLog
-from train.loop import NonFiniteError, _check_finite, _train
 from train.main import main
 from train.step import TrainState, _initial_state, abstract_state, learning_rate_schedule, make_optimizer, make_train_step
+
+# train.loop and train.log are imported where they are used: the tests marked gpu need no logging packages.
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -106,7 +106,8 @@ def train(folders, tmp_path_factory):
 
 
 def saved_arrays(workdir: Path, step: int) -> dict[str, np.ndarray]:
-    return ocp.StandardCheckpointer().restore(workdir / "checkpoints" / str(step) / "state")
+    with ocp.StandardCheckpointer() as reader:
+        return reader.restore(workdir / "checkpoints" / str(step) / "state")
 
 
 def saved_steps(workdir: Path) -> list[int]:
@@ -329,6 +330,8 @@ def fits_the_target(config: TrainConfig) -> str:
 
 
 def reaction_to_two_skips(config: TrainConfig) -> str:
+    from train.loop import NonFiniteError, _check_finite
+
     try:
         _check_finite({"optimizer/consecutive_skips": (jnp.float32(2), 1)}, config, 5)
     except NonFiniteError as error:
@@ -342,6 +345,8 @@ def files_of_a_run(config: TrainConfig, tmp_path: Path) -> str:
 
 
 def counting_run(config: TrainConfig, workdir: Path, step=None) -> tuple[list[int], list[int], TrainState]:
+    from train.loop import _train
+
     workdir.mkdir(parents=True)
     zero = jnp.zeros((), jnp.int32)
     state = TrainState({}, {}, (), zero, zero, zero, zero, jnp.zeros(2, jnp.uint32))
@@ -515,6 +520,8 @@ def test_ctrl_c_in_a_step_that_is_also_saved_saves_it_once(tmp_path):
 def test_a_second_log_of_the_same_run_does_not_lose_the_first(tmp_path):
     config = dataclasses.replace(baseline("dflash"), steps=3)
     counting_run(config, tmp_path / "run")
+    from train.log import RunLog
+
     log = RunLog(tmp_path / "run", start_step=3, total_steps=3)
     log.close()
     assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3]
