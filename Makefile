@@ -28,7 +28,7 @@ lint: $(STAMP)  ## ruff
 	$(BIN)/python -m ruff check .
 
 test: lint  ## ruff, then the test suite on the CPU with 8 fake devices
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 clean:  ## remove caches and build output; the virtual environment stays
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

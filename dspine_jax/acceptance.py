@@ -52,11 +52,12 @@ def paired_bootstrap(
     resamples: int = 10_000,
     seed: int = 0,
     level: float = 0.95,
-) -> dict[str, float | list[float]]:
+) -> dict[str, float | list[float] | None]:
     """Ratios of average tau and of average (tau - 1) with intervals from resampling prompts in pairs.
 
     Each argument maps a benchmark to (tokens [prompts], rounds [prompts]); the same prompts are drawn
-    for both methods, within each benchmark. Raises ValueError when the prompts do not pair up.
+    for both methods, within each benchmark. The ratio of (tau - 1) is None where the other method accepts
+    nothing in some resample. Raises ValueError when the prompts do not pair up.
     """
     if ours.keys() != theirs.keys() or any(len(ours[b][0]) != len(theirs[b][0]) for b in ours):
         raise ValueError(f"the two methods were not scored on the same prompts: {sorted(ours)} against {sorted(theirs)}")
@@ -67,9 +68,10 @@ def paired_bootstrap(
     a0, b0 = _resampled_averages(ours, everyone)[0], _resampled_averages(theirs, everyone)[0]
     tail = 100 * (1 - level) / 2
     interval = lambda x: [float(v) for v in np.percentile(x, [tail, 100 - tail])]  # noqa: E731
+    accepts = bool((b > 1).all()) and b0 > 1
     return {
         "ratio": float(a0 / b0),
         "ratio_interval": interval(a / b),
-        "ratio_accepted": float((a0 - 1) / (b0 - 1)),
-        "ratio_accepted_interval": interval((a - 1) / (b - 1)),
+        "ratio_accepted": float((a0 - 1) / (b0 - 1)) if accepts else None,
+        "ratio_accepted_interval": interval((a - 1) / (b - 1)) if accepts else None,
     }

@@ -182,10 +182,12 @@ def markdown(results: dict) -> str:
     lines += ["Answers that start to loop: " + ", ".join(f"{n} {share[n]['loop_share']:.0%}" for n in names) + ".", ""]
     for label, comparison in results["comparisons"].items():
         for scope, c in comparison.items():
-            (low, high), (alow, ahigh) = c["ratio_interval"], c["ratio_accepted_interval"]
+            low, high = c["ratio_interval"]
+            accepted = "tau - 1 without a ratio: nothing accepted"
+            if c["ratio_accepted"] is not None:
+                accepted = "tau - 1 x{:.3f} [{:.3f}, {:.3f}]".format(c["ratio_accepted"], *c["ratio_accepted_interval"])
             lines.append(
-                f"{label}, {scope}: tau x{c['ratio']:.3f} [{low:.3f}, {high:.3f}], tau - 1 x{c['ratio_accepted']:.3f} [{alow:.3f}, {ahigh:.3f}] "
-                "(paired bootstrap over prompts, 95%)"
+                f"{label}, {scope}: tau x{c['ratio']:.3f} [{low:.3f}, {high:.3f}], {accepted} (paired bootstrap over prompts, 95%)"
             )
     lines += ["", "### acceptance by slot, full text, mean over benchmarks", ""]
     slots = next(iter(methods.values()))["num_draft_tokens"]

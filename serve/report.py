@@ -45,8 +45,9 @@ def evaluation_entries(results: dict, *, target: str, steps: int, note: str) -> 
             interval = "spread is the 95% interval of a paired bootstrap over prompts; " + note
             shifted = [edge - 1 for edge in c["ratio_interval"]]
             rows.append((f"margin/{target}@{steps}/{pair}/T0/{scope}", c["ratio"] - 1, "ratio of average tau minus 1", 1, shifted, interval))
-            accepted = (c["ratio_accepted"], "ratio of average (tau - 1)", 1, c["ratio_accepted_interval"], interval)
-            rows.append((f"ratio_accepted/{target}@{steps}/{pair}/T0/{scope}", *accepted))
+            if c["ratio_accepted"] is not None:
+                accepted = (c["ratio_accepted"], "ratio of average (tau - 1)", 1, c["ratio_accepted_interval"], interval)
+                rows.append((f"ratio_accepted/{target}@{steps}/{pair}/T0/{scope}", *accepted))
     return rows
 
 

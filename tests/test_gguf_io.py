@@ -172,7 +172,8 @@ def test_default_dtype_is_bf16(tmp_path):
 
 def test_optional_keys_are_derived_as_the_format_says(tmp_path):
     file = tmp_path / "m.gguf"
-    write_gguf(file, meta={"attention.key_length": None, "attention.value_length": None, "rope.dimension_count": 16, "rope.scaling.type": "none", "expert_count": 0})
+    meta = {"attention.key_length": None, "attention.value_length": None, "rope.dimension_count": 16, "rope.scaling.type": "none", "expert_count": 0}
+    write_gguf(file, meta=meta)
     assert read_gguf_config(file).head_dim == 16
     write_gguf(file, meta={"attention.head_count_kv": None})
     assert read_gguf_config(file).num_kv_heads == 4
@@ -253,7 +254,8 @@ def write_tokenizer(path: Path, pre: str, **meta) -> dict[str, int]:
     tokens = ["<|end|>", "<|user|>", *alphabet, *(merge.replace(" ", "") for merge in merges), "<pad0>", "<pad1>"]
     types = [3, 4, *[1] * (len(tokens) - 4), 5, 5]
     fields = {"model": "gpt2", "pre": pre, "merges": merges, "eos_token_id": 0} | meta
-    write_gguf(path, meta={f"/tokenizer.ggml.{key}": value for key, value in fields.items()} | {"/tokenizer.chat_template": "{{ messages[0]['content'] }}!"}, tokens=(tokens, types))
+    keys = {f"/tokenizer.ggml.{key}": value for key, value in fields.items()}
+    write_gguf(path, meta=keys | {"/tokenizer.chat_template": "{{ messages[0]['content'] }}!"}, tokens=(tokens, types))
     return {token: index for index, token in enumerate(tokens[:-2])}
 
 

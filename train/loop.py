@@ -71,7 +71,7 @@ def run(config: TrainConfig) -> Path:
     resume_step = checkpointer.latest_step()
     if resume_step is not None:
         check_same_run(checkpointer.read_meta(resume_step), config, target_config, identity["data"], workdir)
-        if resume_step >= config.steps:
+        if resume_step >= config.steps and (workdir / "drafter" / "model.safetensors").is_file():
             print(f"{workdir} is already at step {resume_step} of {config.steps}: nothing to do")
             checkpointer.close()
             return workdir / "drafter"
@@ -146,7 +146,7 @@ def _train(config, mesh, graphdef, target, state, iterator, checkpointer, identi
 
 
 class StopRequest:
-    """Ctrl-C ends the run after the step in progress; a second one at once.
+    """Ctrl-C or SIGTERM (a preempted machine) ends the run after the step in progress; a second one at once.
 
     Raising in the middle of a step would leave a state whose buffers the step has already taken
     over: nothing could be saved.
@@ -156,18 +156,18 @@ class StopRequest:
         self.requested = False
 
     def __enter__(self) -> StopRequest:
-        self._previous = None
+        self._previous = {}
         if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+            self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def _handle(self, *_) -> None:
+    def _handle(self, number: int, _) -> None:
         self.requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(number, signal.default_int_handler)
 
     def __exit__(self, *_) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
 
 def _check_finite(metrics: dict, config: TrainConfig, step: int) -> None:

@@ -1,0 +1,218 @@
+"""Replay of stored continuations: rounds by hand, against the decode loop, and the statistics made of them."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from dspine_jax.acceptance import acceptance_statistics, paired_bootstrap
+from dspine_jax.drafter import Drafter
+from dspine_jax.generation import generate
+from dspine_jax.replay import Round, loop_onset, make_drafting, walk_rounds
+from dspine_jax.speculative import Decoder, DecodeSettings
+
+# ---- rounds of given drafts ----------------------------------------------------------------------
+
+
+def drafts_from(answer: np.ndarray, right: list[int], J: int) -> np.ndarray:
+    """Drafts [T-1,J] that are right for their first ``right[t]`` slots and wrong from there on."""
+    drafts = np.full((len(answer) - 1, J), -1)
+    for t in range(len(answer) - 1):
+        known = answer[t + 1 : t + 1 + min(right[t], J)]
+        drafts[t, : len(known)] = known
+    return drafts
+
+
+def test_a_drafter_that_is_always_wrong_gives_one_token_a_round():
+    answer = np.arange(10, 20)
+    rounds = walk_rounds(answer, drafts_from(answer, [0] * 9, 4))
+    assert [r.tokens for r in rounds] == [1] * 9
+    assert [r.proposed for r in rounds] == [4, 4, 4, 4, 4, 4, 3, 2, 1]
+
+
+def test_a_drafter_that_is_always_right_gives_whole_blocks_and_no_bonus_past_the_end():
+    answer = np.arange(10, 22)  # 11 tokens after the first: 5 + 5 + 1
+    rounds = walk_rounds(answer, drafts_from(answer, [9] * 11, 4))
+    assert rounds == [Round(0, 4, 4, 5), Round(5, 4, 4, 5), Round(10, 1, 1, 1)]
+
+
+def test_an_end_token_as_bonus_counts_and_inside_the_draft_takes_no_bonus():
+    answer = np.arange(10, 16)
+    assert walk_rounds(answer, drafts_from(answer, [2, 0, 0, 1, 0], 4)) == [Round(0, 4, 2, 3), Round(3, 2, 1, 2)]
+    assert walk_rounds(answer, drafts_from(answer, [2, 0, 0, 2, 0], 4)) == [Round(0, 4, 2, 3), Round(3, 2, 2, 2)]
+
+
+def test_scoring_to_an_onset_clips_the_last_round():
+    answer = np.arange(10, 30)
+    full = walk_rounds(answer, drafts_from(answer, [3] * 19, 4))
+    early = walk_rounds(answer, drafts_from(answer, [3] * 19, 4), end=7)
+    assert early[0] == full[0]
+    assert early == [Round(0, 4, 3, 4), Round(4, 2, 2, 2)]
+    assert walk_rounds(answer, drafts_from(answer, [3] * 19, 4), end=1) == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_loop_onset_equals_its_definition(seed):
+    rng = np.random.default_rng(seed)
+    answer = rng.integers(0, 50, 60).astype(np.uint16)
+    if seed % 2:
+        begin = int(rng.integers(20, 30))
+        answer[begin:] = np.resize(answer[5 : 5 + 13 + seed], 60 - begin)
+    pairs = [t for t in range(49) for s in range(t) if (answer[t : t + 12] == answer[s : s + 12]).all()]
+    assert loop_onset(answer) == (min(pairs) if pairs else 60)
+    assert bool(pairs) == bool(seed % 2)
+
+
+def test_a_constant_answer_loops_from_its_second_token():
+    assert loop_onset(np.full(30, 7)) == 1
+    assert loop_onset(np.full(12, 7)) == 12  # too short for two 12-grams
+
+
+# ---- against the decode loop ---------------------------------------------------------------------
+
+# Few usable ids, so that untrained drafters are right now and then and rounds differ in length.
+FEW = dict(vocab_size=16, num_tokens=9, eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.tiny_target(**FEW)
+
+
+def untrained(target, method: str, block_size: int) -> Drafter:
+    config = tiny.train_config(method, drafter={"block_size": block_size}).drafter.resolve(target.config)
+    drafter = Drafter(config, rngs=nnx.Rngs(4))
+    tiny.randomise(drafter, 5)
+    if method == "dspine":
+        drafter.transfer.basis.set_value(jnp.asarray(np.random.default_rng(6).normal(size=(64, 16)), jnp.float32))
+    return drafter
+
+
+@pytest.mark.parametrize("method, block_size, stop", [("dflash", 7, ()), ("dspine", 7, ()), ("dspine", 4, (5,)), ("dflash", 2, (5,))])
+def test_replay_gives_the_rounds_of_the_decode_loop(target, method, block_size, stop):
+    """To the last round, clipped at the cap and at end tokens, on continuations made in the same precision."""
+    drafter = untrained(target, method, block_size)
+    rng = np.random.default_rng(7)
+    prompts = [[int(t) for t in rng.integers(4, 9, n)] for n in (3, 9, 6, 11)]
+    plain = generate(Decoder(target, None, DecodeSettings(0, stop_ids=stop)), prompts, max_new_tokens=40)
+    settings = DecodeSettings(block_size - 1, stop_ids=stop)
+    decoded = generate(Decoder(target, drafter, settings), prompts, max_new_tokens=40)
+    assert [a.tokens for a in decoded] == [a.tokens for a in plain]
+
+    drafting = make_drafting(drafter, target, dtype=jnp.float32, anchors_per_chunk=8)
+    tokens_BS, anchors_BN = np.zeros((4, 56), np.int32), np.zeros((4, 40), np.int32)
+    for b, (prompt, answer) in enumerate(zip(prompts, plain)):
+        tokens_BS[b, : len(prompt) + len(answer.tokens)] = prompt + answer.tokens
+        anchors_BN[b, : len(answer.tokens) - 1] = len(prompt) + np.arange(len(answer.tokens) - 1)
+    drafts = np.asarray(drafting(tokens_BS, anchors_BN))
+    replayed = [walk_rounds(np.array(answer.tokens), drafts[b]) for b, answer in enumerate(plain)]
+    assert replayed == [answer.rounds for answer in decoded]
+    accepted = [r.accepted for rounds in replayed for r in rounds]
+    assert min(accepted) == 0 and max(accepted) >= 1  # otherwise nothing was compared
+    if stop:
+        assert any(answer.finish_reason == "stop" for answer in decoded)
+
+
+def test_rounds_do_not_depend_on_how_many_run_in_one_call(target):
+    decoder = Decoder(target, untrained(target, "dspine", 7), DecodeSettings(6))
+    prompts = [[4, 5, 6], [7, 8, 4, 5, 6, 7]]
+    seen = []
+    stepwise = generate(decoder, prompts, max_new_tokens=20, rounds_per_call=1, on_progress=lambda rows: seen.append(len(rows[0].tokens)))
+    assert stepwise == generate(decoder, prompts, max_new_tokens=20)
+    assert seen == sorted(seen) and len(seen) == max(len(row.rounds) for row in stepwise)
+
+
+def test_a_row_decodes_as_if_alone(target):
+    decoder = Decoder(target, untrained(target, "dspine", 7), DecodeSettings(6))
+    prompts = [[4, 5, 6], [7, 8, 4, 5, 6, 7], [5, 5]]
+    together = generate(decoder, prompts, max_new_tokens=20)
+    assert together == [generate(decoder, [prompt], max_new_tokens=20)[0] for prompt in prompts]
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+def test_acceptance_statistics_by_their_definitions():
+    """L23: 3 rounds of 4 proposals, accepted 4, 1 and 0."""
+    stats = acceptance_statistics([[Round(0, 4, 4, 5), Round(5, 4, 1, 2), Round(7, 4, 0, 1)]], 4)
+    assert stats["tau_pooled"] == pytest.approx(8 / 3)
+    assert stats["accepted_over_proposed"] == pytest.approx(5 / 12)
+    assert stats["accept_rate"] == pytest.approx([2 / 3, 1 / 3, 1 / 3, 1 / 3])
+    assert stats["cond_accept"] == pytest.approx([2 / 3, 1 / 2, 1, 1])
+
+
+def test_pooled_and_per_request_averages_differ():
+    prompts = [[Round(0, 4, 3, 4)], [Round(0, 4, 0, 1)] * 3, []]
+    stats = acceptance_statistics(prompts, 4)
+    assert (stats["tau_pooled"], stats["tau_per_request"], stats["prompts"]) == (7 / 4, 2.5, 3)
+    assert acceptance_statistics([[]], 4) == {"rounds": 0, "tokens": 0, "prompts": 1}
+
+
+def test_slots_that_were_never_proposed_have_no_rate():
+    stats = acceptance_statistics([[Round(0, 2, 2, 2)]], 3)
+    assert stats["accept_rate"] == [1.0, 1.0, None] and stats["cond_accept"] == [1.0, 1.0, None]
+
+
+def test_paired_bootstrap_of_a_constant_gain_has_no_width_and_noise_covers_one():
+    rng = np.random.default_rng(0)
+    rounds = rng.integers(50, 100, 32).astype(float)
+    base = {"a": (2 * rounds, rounds), "b": (3 * rounds, rounds)}
+    more = {name: (1.2 * tokens, r) for name, (tokens, r) in base.items()}
+    gain = paired_bootstrap(more, base, resamples=500)
+    assert gain["ratio"] == pytest.approx(1.2) and gain["ratio_interval"] == pytest.approx([1.2, 1.2])
+    assert gain["ratio_accepted"] == pytest.approx(2.0 / 1.5)
+    noisy = {name: (tokens * rng.uniform(0.8, 1.25, 32), r) for name, (tokens, r) in base.items()}
+    low, high = paired_bootstrap(noisy, base, resamples=500)["ratio_interval"]
+    assert low < 1.0 < high
+    with pytest.raises(ValueError, match="same prompts"):
+        paired_bootstrap({"a": base["a"]}, base)
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1, 5, 6, 7, 15])
+def test_output_limits_are_exact(target, limit):
+    """L20 around a block of 6: never one token more, equal to plain decoding."""
+    drafter, prompts = untrained(target, "dspine", 6), [[4, 5, 6], [7]]
+    plain = generate(Decoder(target, None, DecodeSettings(0)), prompts, max_new_tokens=limit)
+    ours = generate(Decoder(target, drafter, DecodeSettings(5)), prompts, max_new_tokens=limit)
+    assert [len(a.tokens) for a in ours] == [limit, limit]
+    assert [a.tokens for a in ours] == [a.tokens for a in plain]
+
+
+def test_the_context_limit_ends_cleanly(target):
+    decoder = Decoder(target, untrained(target, "dspine", 6), DecodeSettings(5))
+    long = [4 + i % 5 for i in range(12)]
+    assert [len(a.tokens) for a in generate(decoder, [long[:11], long, long[:4]], max_new_tokens=30, max_length=12)] == [1, 0, 8]
+    with pytest.raises(ValueError, match="context limit of 11"):
+        generate(decoder, [long], max_new_tokens=30, max_length=11)
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        generate(decoder, [long, []], max_new_tokens=3)
+    with pytest.raises(ValueError, match="table of 16 rows"):
+        generate(decoder, [[99]], max_new_tokens=3)
+
+
+def test_settings_the_drafter_cannot_serve_are_refused(target):
+    dflash = untrained(target, "dflash", 4)
+    with pytest.raises(ValueError, match="exceeds the 3"):
+        Decoder(target, dflash, DecodeSettings(4))
+    with pytest.raises(ValueError, match="tail_mixed"):
+        Decoder(target, dflash, dataclasses.replace(DecodeSettings(3), policy="tail_mixed"))
+    with pytest.raises(ValueError, match="needs a drafter"):
+        Decoder(target, None, DecodeSettings(3))
+
+
+def test_twenty_prompt_lengths_compile_once(target):
+    """K11: prompts of one shape bucket share one program."""
+    from dspine_jax import speculative
+
+    decoder = Decoder(target, untrained(target, "dspine", 5), DecodeSettings(4))
+    generate(decoder, [[4]], max_new_tokens=5)
+    before = speculative._start._cache_size(), speculative._run_rounds._cache_size()
+    for length in range(1, 21):
+        generate(decoder, [[4 + i % 5 for i in range(length)]], max_new_tokens=5)
+    assert (speculative._start._cache_size(), speculative._run_rounds._cache_size()) == before
