@@ -97,10 +97,15 @@ def evaluate(args: argparse.Namespace) -> dict:
     config = read_target_config(args.target)
     folders = benchmark_folders(Path(args.data))
     drafters = [(label, folder, load_drafter(folder, config, dtype=dtype)) for label, folder in map(split_label, args.drafter)]
+    if len({drafter.config.num_draft_tokens for _, _, drafter in drafters}) > 1:
+        counts = ", ".join(f"{folder} {drafter.config.num_draft_tokens}" for _, folder, drafter in drafters)
+        raise ValueError(f"drafters are compared only at an equal number of drafts a round, these have: {counts}; score them in separate runs")
     target = load_target(args.target, dtype=dtype)
     benchmarks = {}
     for folder in folders:
         data = DatasetFolder(folder, vocab_size=config.vocab_size)
+        if data.manifest.name in benchmarks:
+            raise ValueError(f"{folder}: a second dataset named {data.manifest.name!r} would replace the first; give each its own name in manifest.json")
         n = data.num_rows if args.prompts is None else min(args.prompts, data.num_rows)
         benchmarks[data.manifest.name] = (np.asarray(data.tokens[:n]), answer_spans(np.asarray(data.loss_mask[:n]), np.asarray(data.lengths[:n])))
     every_span = [span for _, spans in benchmarks.values() for span in spans]
@@ -147,15 +152,17 @@ def summarise(results: dict) -> dict:
                 entry[scope] = acceptance_statistics(by_prompt, method["num_draft_tokens"])
                 entry[f"{scope}_by_seed"] = [acceptance_statistics(seed[scope], method["num_draft_tokens"]).get("tau_pooled") for seed in entry["seeds"]]
                 entry[f"{scope}_tokens_rounds"] = [[sum(r.tokens for r in rounds), len(rounds)] for rounds in by_prompt]
-            totals[label][scope] = {name: np.array(entry[f"{scope}_tokens_rounds"]).T for name, entry in method["benchmarks"].items()}
-            scored = [entry[scope]["tau_pooled"] for entry in method["benchmarks"].values() if entry[scope]["rounds"]]
-            method[f"{scope}_average_tau"] = float(np.mean(scored))
-            method[f"{scope}_average_tau_by_seed"] = [float(np.mean(taus)) for taus in zip(*(e[f"{scope}_by_seed"] for e in method["benchmarks"].values()))]
+            # An answer that is over, or loops, at its first token has no round whatever the drafter: there is nothing in it to average or resample.
+            scored = {name: entry for name, entry in method["benchmarks"].items() if entry[scope]["rounds"]}
+            totals[label][scope] = {name: np.array([pair for pair in entry[f"{scope}_tokens_rounds"] if pair[1]]).T for name, entry in scored.items()}
+            method[f"{scope}_average_tau"] = float(np.mean([entry[scope]["tau_pooled"] for entry in scored.values()])) if scored else None
+            method[f"{scope}_average_tau_by_seed"] = [float(np.mean(taus)) for taus in zip(*(entry[f"{scope}_by_seed"] for entry in scored.values()))]
         for entry in method["benchmarks"].values():
             entry["rounds"] = [{scope: plain_rounds(by_prompt) for scope, by_prompt in seed.items()} for seed in entry.pop("seeds")]
     first, *others = results["methods"]
     results["comparisons"] = {
-        f"{label}_over_{first}": {scope: paired_bootstrap(totals[label][scope], totals[first][scope]) for scope in ("full", "onset")} for label in others
+        f"{label}_over_{first}": {scope: paired_bootstrap(totals[label][scope], totals[first][scope]) for scope in ("full", "onset") if totals[first][scope]}
+        for label in others
     }
     return results
 
@@ -176,7 +183,7 @@ def markdown(results: dict) -> str:
         for label, method in methods.items():
             cells = [f"{s['tau_pooled']:.3f} ({s['tau_per_request']:.3f})" if s["rounds"] else "-" for s in (method["benchmarks"][n][scope] for n in names)]
             average = method[f"{scope}_average_tau"]
-            lines.append(f"| {label} | " + " | ".join(cells) + f" | **{average:.3f}** | {average - 1:.3f} |")
+            lines.append(f"| {label} | " + " | ".join(cells) + (" | - | - |" if average is None else f" | **{average:.3f}** | {average - 1:.3f} |"))
         lines.append("")
     share = next(iter(methods.values()))["benchmarks"]
     lines += ["Answers that start to loop: " + ", ".join(f"{n} {share[n]['loop_share']:.0%}" for n in names) + ".", ""]
@@ -202,13 +209,13 @@ def markdown(results: dict) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Console entry point. Returns 0, or 2 for bad input."""
     args = parse_args(argv)
+    output = Path(args.output)
     try:
+        output.mkdir(parents=True, exist_ok=True)  # before the long work, whose result it must hold
         results = evaluate(args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    output = Path(args.output)
-    output.mkdir(parents=True, exist_ok=True)
     (output / "results.json").write_text(json.dumps(results))
     (output / "results.md").write_text(markdown(results))
     print(markdown(results))

@@ -1,6 +1,8 @@
 """dspine-evaluate from files to tables, on a tiny target."""
 
+import dataclasses
 import json
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,66 @@ def test_bad_input_is_named_in_one_line(files, capsys, extra, words):
     assert evaluate.main(arguments(files, *(text.format(root=files) for text in extra))) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and words in error and "\n" not in error
+
+
+def test_drafters_with_other_numbers_of_drafts_or_for_other_targets_are_refused(files, tmp_path, capsys):
+    """Tau grows with the drafts a round: pooling or comparing unequal numbers would say nothing, without a word."""
+    config = read_target_config(files / "target")
+    for name, block_size, sizes in (("short", 3, config), ("foreign", 4, dataclasses.replace(config, vocab_size=256))):
+        save_drafter(tmp_path / name, Drafter(tiny.train_config("dflash", drafter={"block_size": block_size}).drafter.resolve(sizes), rngs=nnx.Rngs(0)))
+    for label in ("", "dflash="):
+        assert evaluate.main(arguments(files, "--drafter", str(files / "a"), "--drafter", f"{label}{tmp_path / 'short'}")) == 2
+        error = capsys.readouterr().err
+        assert "equal number of drafts" in error and f"{files / 'a'} 3" in error and f"{tmp_path / 'short'} 2" in error
+    assert evaluate.main(arguments(files, "--drafter", str(tmp_path / "foreign"))) == 2
+    assert f"{tmp_path / 'foreign' / 'config.json'}: drafter.vocab_size is 256 but the target has 128" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(files, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert evaluate.main([*arguments(files, "--drafter", "nowhere"), "--output", str(tmp_path / "file")]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err and (tmp_path / "file").read_text() == "mine"
+
+
+def write_answers(folder, name: str, answers: list[list[int]]) -> None:
+    """Rows with the prompt 4 5 6 and the given answers."""
+    tokens, mask = np.zeros((len(answers), 40), np.int64), np.zeros((len(answers), 40), bool)
+    for row, answer in enumerate(answers):
+        tokens[row, : 3 + len(answer)] = [4, 5, 6, *answer]
+        mask[row, 3 : 3 + len(answer)] = True
+    write_dataset(folder, tokens, mask, np.array([3 + len(answer) for answer in answers]), Manifest(name=name, source="test"))
+
+
+def test_benchmarks_of_one_name_never_replace_each_other(files, tmp_path, capsys):
+    for folder in ("x", "y"):
+        write_answers(tmp_path / folder, "same", [[7, 8, 9]])
+    assert evaluate.main([*arguments(files, "--drafter", str(files / "a")), "--data", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "y") in error and "a second dataset named 'same'" in error
+
+
+def test_answers_without_a_round_count_nowhere_and_break_nothing(files, tmp_path, capsys):
+    """A constant answer loops at its second token, an answer of one token ends there: no round in that text for any drafter."""
+    plain = [int(t) for t in np.random.default_rng(0).integers(4, 120, 20)]
+    write_answers(tmp_path / "mixed", "mixed", [plain, [7] * 20])
+    write_answers(tmp_path / "loops", "loops", [[7] * 20, [8] * 30])
+    write_answers(tmp_path / "over", "over", [[2], [2]])
+    drafters = ["--drafter", str(files / "a"), "--drafter", str(files / "b0")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # a mean of nothing would be NaN
+        assert evaluate.main([*arguments(files, *drafters), "--data", str(tmp_path)]) == 0
+        assert evaluate.main([*arguments(files, *drafters), "--data", str(tmp_path / "over"), "--output", str(tmp_path / "none")]) == 0
+    results = json.loads((files / "out" / "results.json").read_text(), parse_constant=pytest.fail)
+    dflash = results["methods"]["dflash"]
+    rounds = {scope: {name: entry[scope]["rounds"] for name, entry in dflash["benchmarks"].items()} for scope in ("full", "onset")}
+    assert rounds["full"]["over"] == rounds["onset"]["over"] == rounds["onset"]["loops"] == 0 < rounds["full"]["loops"]
+    assert 0 < rounds["onset"]["mixed"] < rounds["full"]["mixed"]
+    assert {name: entry["loop_share"] for name, entry in dflash["benchmarks"].items()} == {"mixed": 0.5, "loops": 1.0, "over": 0.0}
+    assert dflash["onset_average_tau"] == dflash["benchmarks"]["mixed"]["onset"]["tau_pooled"] == dflash["onset_average_tau_by_seed"][0]
+    assert set(results["comparisons"]["dspine_over_dflash"]) == {"full", "onset"}
+    nothing = json.loads((tmp_path / "none" / "results.json").read_text(), parse_constant=pytest.fail)
+    assert nothing["methods"]["dflash"]["full_average_tau"] is None and nothing["comparisons"] == {"dspine_over_dflash": {}}
+    assert "| dflash | - | - | - |" in (tmp_path / "none" / "results.md").read_text()
 
 
 def test_answers_in_several_pieces_are_refused():

@@ -12,6 +12,7 @@ from dspine_jax.acceptance import acceptance_statistics, paired_bootstrap
 from dspine_jax.drafter import Drafter
 from dspine_jax.generation import generate
 from dspine_jax.replay import Round, loop_onset, make_drafting, walk_rounds
+from dspine_jax.selection import anchor_features, select_greedy
 from dspine_jax.speculative import Decoder, DecodeSettings
 
 # ---- rounds of given drafts ----------------------------------------------------------------------
@@ -114,6 +115,88 @@ def test_replay_gives_the_rounds_of_the_decode_loop(target, method, block_size, 
     assert min(accepted) == 0 and max(accepted) >= 1  # otherwise nothing was compared
     if stop:
         assert any(answer.finish_reason == "stop" for answer in decoded)
+
+
+@nnx.jit
+def feed_prompt(drafter, target, tokens_BS, length_B):
+    out = target.prefill(tokens_BS, length_B, capacity=64, target_layer_ids=drafter.config.target_layer_ids)
+    cache = drafter.extend_cache(drafter.empty_cache(1, 64, jnp.float32), out.tapped_BTE, length_B)
+    return target.logits(out.hidden_BTD).argmax(-1), out.cache, cache
+
+
+@nnx.jit
+def feed_one(target, token_B, cache):
+    out = target.step(token_B, cache)
+    return target.logits(out.hidden_BTD).argmax(-1), out.cache
+
+
+@nnx.jit
+def feed_block(drafter, target, block_BK, target_cache):
+    out = target.verify(block_BK, target_cache, target_layer_ids=drafter.config.target_layer_ids)
+    return target.logits(out.hidden_BTD).argmax(-1), out.cache, out.tapped_BTE
+
+
+@nnx.jit
+def draft_block(drafter, target, token_B, cache):
+    c, rows_VD = drafter.config, target.output_embedding_VD
+    ids_BNK = jnp.full((1, 1, c.block_size), c.mask_token_id).at[:, :, 0].set(token_B[:, None])
+    feature = anchor_features(drafter, rows_VD, ids_BNK[..., 0])
+    positions = (cache.lengths_B[:, None] + jnp.arange(c.block_size))[:, None]
+    block = drafter(jnp.take(target.input_embedding_VD, ids_BNK, axis=0), cache.keys, cache.values, cache.lengths_B[:, None], positions, feature)
+    return select_greedy(drafter, block, rows_VD, feature, num_tokens=target.config.num_tokens)[0, 0]
+
+
+def literal_rounds(drafter, target, prompt: list[int], cap: int, stop: tuple[int, ...]) -> tuple[list[int], list[Round]]:
+    """Speculative decoding of one prompt with lists, a token at a time."""
+    length = jnp.array([len(prompt)])
+    choices, target_cache, cache = feed_prompt(drafter, target, jnp.array([prompt + [0] * (12 - len(prompt))]), length)
+    tokens, rounds = [int(choices[0, len(prompt) - 1])], []
+    while len(tokens) < cap and tokens[-1] not in stop:
+        drafts = [int(t) for t in draft_block(drafter, target, jnp.array(tokens[-1:]), cache)]
+        choices, full_cache, tapped = feed_block(drafter, target, jnp.array([tokens[-1:] + drafts]), target_cache)
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == int(choices[0, accepted]):
+            accepted += 1
+        left, kept = cap - len(tokens), []
+        for token in (drafts[:accepted] + [int(choices[0, accepted])])[:left]:
+            kept.append(token)
+            if token in stop:
+                left = len(kept)
+                break
+        rounds.append(Round(len(tokens) - 1, min(len(drafts), left), min(accepted, len(kept)), len(kept)))
+        target_cache = full_cache.with_lengths(target_cache.lengths_B + len(kept))
+        cache = drafter.extend_cache(cache, tapped, jnp.array([len(kept)]))
+        tokens += kept
+    return tokens, rounds
+
+
+@pytest.mark.parametrize("method, block_size, stop, seed", [("dflash", 4, (1,), 15), ("dspine", 6, (), 8)])
+def test_replay_gives_the_rounds_of_a_literal_simulation(method, block_size, stop, seed):
+    """Draft, verify, accept and commit written out with lists, on text that the target made a token at a time."""
+    target = tiny.tiny_target(**FEW | {"num_tokens": 5})
+    drafter = untrained(target, method, block_size)
+    tiny.randomise(drafter, seed)  # one that by chance is right for several slots running
+    drafting = make_drafting(drafter, target, dtype=jnp.float32, anchors_per_chunk=11)
+    accepted, shifted, ends = [], 0, []
+    for prompt in ([4, 1, 2], [0, 3, 4, 1, 2, 3, 2, 4], [3, 1, 4, 4, 0]):
+        choices, cache, _ = feed_prompt(drafter, target, jnp.array([prompt + [0] * (12 - len(prompt))]), jnp.array([len(prompt)]))
+        answer = [int(choices[0, len(prompt) - 1])]
+        while len(answer) < 34 and answer[-1] not in stop:
+            choices, cache = feed_one(target, jnp.array(answer[-1:]), cache)
+            answer.append(int(choices[0, 0]))
+        tokens, rounds = literal_rounds(drafter, target, prompt, 34, stop)
+        assert tokens == answer
+        tokens_BS, anchors_BN = np.zeros((1, 48), np.int32), np.zeros((1, 33), np.int32)
+        tokens_BS[0, : len(prompt) + len(answer)] = prompt + answer
+        anchors_BN[0, : len(answer) - 1] = len(prompt) + np.arange(len(answer) - 1)
+        drafts = np.asarray(drafting(tokens_BS, anchors_BN))[0]
+        assert walk_rounds(np.array(answer), drafts) == rounds
+        accepted += [r.accepted for r in rounds]
+        ends.append(answer[-1])
+        shifted += walk_rounds(np.array(answer), np.roll(drafts, 1, axis=0)) != rounds
+    assert min(accepted) == 0 and max(accepted) >= 2, "otherwise nothing was compared"
+    assert shifted, "drafts taken one anchor too early must be noticed"
+    assert not stop or any(token in stop for token in ends)
 
 
 def test_rounds_do_not_depend_on_how_many_run_in_one_call(target):
