@@ -396,7 +396,9 @@ def test_smollm2_read_without_undoing_the_row_order_loses_the_text(smollm2_model
     assert right > 0.95 * count
     wrong = nnx.clone(smollm2_model)
     for layer in wrong.layers:
-        for linear, heads in ((layer.self_attn.q_proj, wrong.config.num_heads), (layer.self_attn.k_proj, wrong.config.num_kv_heads)):
-            linear.kernel.set_value(jnp.asarray(interleaved(np.asarray(linear.kernel[...]).T, heads).T))
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            D, heads, C = linear.kernel[...].shape
+            stored = interleaved(np.asarray(linear.kernel[...]).reshape(D, heads * C).T, heads)
+            linear.kernel.set_value(jnp.asarray(stored.T.reshape(D, heads, C)))
     _, right, _ = teacher_forced(wrong, shared_dir, rows=1, benchmarks=2)
     assert right < 0.5 * count
