@@ -37,9 +37,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def split_label(text: str) -> tuple[str | None, Path]:
-    """'label=folder' -> (label, folder); 'folder' -> (None, folder)."""
+    """'label=folder' -> (label, folder); 'folder' -> (None, folder), also where the folder's own path holds a '='."""
     label, separator, folder = text.partition("=")
-    return (label, Path(folder)) if separator else (None, Path(text))
+    return (label, Path(folder)) if separator and not Path(text).exists() else (None, Path(text))
 
 
 def benchmark_folders(path: Path) -> list[Path]:

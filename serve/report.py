@@ -33,9 +33,12 @@ def evaluation_entries(results: dict, *, target: str, steps: int, note: str) -> 
         seeds = len(content["folders"])
         for scope in ("full", "onset"):
             prefix = f"tau/{target}/{method}@{steps}"
-            for name, entry in content["benchmarks"].items():
+            scored = {name: entry for name, entry in content["benchmarks"].items() if "tau_pooled" in entry[scope]}
+            for name, entry in scored.items():
                 taus = entry[f"{scope}_by_seed"]
                 rows.append((f"{prefix}/{name}/T0/{scope}", entry[scope]["tau_pooled"], "tokens/round", seeds, [min(taus), max(taus)], note))
+            if not scored:  # no answer has a round in this scope
+                continue
             taus = content[f"{scope}_average_tau_by_seed"]
             rows.append((f"{prefix}/avg/T0/{scope}", content[f"{scope}_average_tau"], "tokens/round", seeds, [min(taus), max(taus)], note))
         for part, count in content["parameters"].items():

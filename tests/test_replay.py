@@ -137,6 +137,11 @@ def feed_block(drafter, target, block_BK, target_cache):
 
 
 @nnx.jit
+def commit(drafter, cache, tapped_BTE, count_B):
+    return drafter.extend_cache(cache, tapped_BTE, count_B)
+
+
+@nnx.jit
 def draft_block(drafter, target, token_B, cache):
     c, rows_VD = drafter.config, target.output_embedding_VD
     ids_BNK = jnp.full((1, 1, c.block_size), c.mask_token_id).at[:, :, 0].set(token_B[:, None])
@@ -165,7 +170,7 @@ def literal_rounds(drafter, target, prompt: list[int], cap: int, stop: tuple[int
                 break
         rounds.append(Round(len(tokens) - 1, min(len(drafts), left), min(accepted, len(kept)), len(kept)))
         target_cache = full_cache.with_lengths(target_cache.lengths_B + len(kept))
-        cache = drafter.extend_cache(cache, tapped, jnp.array([len(kept)]))
+        cache = commit(drafter, cache, tapped, jnp.array([len(kept)]))
         tokens += kept
     return tokens, rounds
 
