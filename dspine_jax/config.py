@@ -115,6 +115,11 @@ class DrafterConfig:
         return tuple(range(self.num_layers)) if self.injection.layers is None else self.injection.layers
 
     @property
+    def policies(self) -> tuple[str, ...]:
+        """Lossless policies this drafter can serve at temperature > 0 (docs/lossless.md)."""
+        return ("own", "tail_mixed", "point_mass") if self.redoes_last_write else ("own", "point_mass")
+
+    @property
     def redoes_last_write(self) -> bool:
         """Predecessor-conditioned decoding exists only where the last layer injects."""
         return self.num_layers - 1 in self.injection_layers

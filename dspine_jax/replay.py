@@ -1,8 +1,13 @@
-"""Replay evaluation: the acceptance length of greedy speculative decoding, computed exactly and fast.
+"""Replay evaluation: the acceptance length of speculative decoding, computed exactly and fast.
 
 At temperature 0 speculative decoding reproduces the greedy continuation whatever the drafter says.
 So drafts at *every* position of a stored continuation can be made in parallel, and the chain of
 rounds that decoding would have run is then a walk over them (DESIGN 7).
+
+At temperature > 0 the text follows the target's law whatever the drafter says, so a stored *sampled*
+continuation y is as good as the one decoding would have produced. Given that slot i commits y_i, its
+draft was accepted with probability min(p, q)(y_i) / p(y_i) = min(1, q(y_i) / p(y_i)), p and q on the true
+prefix: the rounds of the walk are exact in law.
 """
 
 from __future__ import annotations
@@ -19,8 +24,10 @@ from flax import nnx
 from dspine_jax.anchors import make_blocks
 from dspine_jax.drafter import Drafter
 from dspine_jax.objective import row_context, run_blocks
-from dspine_jax.selection import select_greedy
+from dspine_jax.sampling import SamplingConfig, probabilities
+from dspine_jax.selection import select_greedy, transition_cache
 from dspine_jax.target import Target
+from dspine_jax.vocabulary import vocabulary_logits
 
 LOOP_NGRAM = 12
 
@@ -35,22 +42,81 @@ class Round:
     tokens: int  # committed: accepted + 1, or accepted when the answer ends inside the draft
 
 
-@functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "dtype", "anchors_per_chunk"))
-def _draft(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_graph, target_graph, dtype, anchors_per_chunk):
-    drafter, target = nnx.merge(drafter_graph, drafter_state), nnx.merge(target_graph, target_state)
+def _blocks_at(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_BN: jax.Array, dtype, anchors_per_chunk: int, use):
+    """``use(block, anchor_feature, blocks)`` on chunks of anchors; leaves [B,chunk,...] come back as [B,N,...]. Also the target's last hidden states."""
     config = drafter.config
-    tapped_BSE = target(tokens_BS, target_layer_ids=config.target_layer_ids, dtype=dtype).tapped_BTE
-    context = row_context(drafter, tapped_BSE)
+    out = target(tokens_BS, target_layer_ids=config.target_layer_ids, dtype=dtype)
+    context = row_context(drafter, out.tapped_BTE)
 
     def one_chunk(anchors_Bn):
         all_text, keep = jnp.ones_like(tokens_BS, bool), jnp.ones_like(anchors_Bn, bool)
         blocks = make_blocks(tokens_BS, all_text, anchors_Bn, keep, block_size=config.block_size, mask_token_id=config.mask_token_id)
         block, anchor_feature = run_blocks(drafter, target, context, blocks, dtype)
-        return select_greedy(drafter, block, target.output_embedding_VD, anchor_feature, num_tokens=target.config.num_tokens)
+        return use(block, anchor_feature, blocks)
 
     B, N = anchors_BN.shape
-    chunks = anchors_BN.reshape(B, N // anchors_per_chunk, anchors_per_chunk).swapaxes(0, 1)
-    return jax.lax.map(one_chunk, chunks).swapaxes(0, 1).reshape(B, N, config.num_draft_tokens)
+    chunks = jax.lax.map(one_chunk, anchors_BN.reshape(B, N // anchors_per_chunk, anchors_per_chunk).swapaxes(0, 1))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(B, N, *x.shape[3:]), chunks), out.hidden_BTD
+
+
+@functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "dtype", "anchors_per_chunk"))
+def _draft(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_graph, target_graph, dtype, anchors_per_chunk):
+    drafter, target = nnx.merge(drafter_graph, drafter_state), nnx.merge(target_graph, target_state)
+
+    def use(block, anchor_feature, blocks):
+        return select_greedy(drafter, block, target.output_embedding_VD, anchor_feature, num_tokens=target.config.num_tokens)
+
+    return _blocks_at(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, use)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "dtype", "anchors_per_chunk", "sampling", "policy"))
+def _accept_odds(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_graph, target_graph, dtype, anchors_per_chunk, sampling, policy):
+    drafter, target = nnx.merge(drafter_graph, drafter_state), nnx.merge(target_graph, target_state)
+    rows_VD, num_tokens = target.output_embedding_VD, target.config.num_tokens
+
+    def use(block, anchor_feature, blocks):
+        text_BNJ = blocks.labels_BNJ
+        if policy == "point_mass":
+            return (select_greedy(drafter, block, rows_VD, anchor_feature, num_tokens=num_tokens) == text_BNJ).astype(jnp.float32)
+        if drafter.config.redoes_last_write:
+            table_BNJPP, ids_BNJP = transition_cache(drafter, block, rows_VD, anchor_feature, num_tokens=num_tokens)
+        logits_BNJV = None
+        if policy == "tail_mixed" or not drafter.config.redoes_last_write:
+            logits_BNJV = vocabulary_logits(block.hidden_BNKD[:, :, 1:], rows_VD, num_tokens)
+        if not drafter.config.redoes_last_write:
+            return _pick(probabilities(logits_BNJV, sampling), text_BNJ)
+        # The law of a slot given the text before it: the table's row of the previous token, where that is a candidate.
+        is_text_BNJP = ids_BNJP == text_BNJ[..., None]
+        index_BNJ, known_BNJ = jnp.argmax(is_text_BNJP, axis=-1), is_text_BNJP.any(axis=-1)
+        first = ((0, 0), (0, 0), (1, 0))
+        row_BNJ = jnp.pad(index_BNJ[..., :-1], first)
+        reached_BNJ = jnp.pad(known_BNJ[..., :-1], first, constant_values=True)
+        scores_BNJP = jnp.take_along_axis(table_BNJPP, row_BNJ[..., None, None], axis=3)[..., 0, :]
+        if policy == "own":
+            return jnp.where(reached_BNJ & known_BNJ, _pick(probabilities(scores_BNJP, sampling), index_BNJ), 0.0)
+        mixed_BNJV = jnp.put_along_axis(logits_BNJV, ids_BNJP, scores_BNJP, axis=-1, inplace=False)
+        return jnp.where(reached_BNJ, _pick(probabilities(mixed_BNJV, sampling), text_BNJ), 0.0)
+
+    q_BNJ, hidden_BSD = _blocks_at(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, use)
+    if policy == "point_mass":
+        return q_BNJ  # min(p, 1) / p: accepted wherever it is the text
+    following_BS = jnp.roll(tokens_BS, -1, axis=1)
+    p_BS = jax.lax.map(lambda row: _pick(probabilities(target.logits(row[0]), sampling), row[1]), (hidden_BSD, following_BS))
+    positions_BM = (anchors_BN[..., None] + jnp.arange(q_BNJ.shape[-1])).reshape(len(tokens_BS), -1)
+    p_BNJ = jnp.take_along_axis(p_BS, jnp.minimum(positions_BM, tokens_BS.shape[1] - 1), axis=1).reshape(q_BNJ.shape)
+    return jnp.minimum(q_BNJ / jnp.maximum(p_BNJ, 1e-30), 1.0)
+
+
+def _pick(probs: jax.Array, ids: jax.Array) -> jax.Array:
+    """Each law's probability of one id. [...,V], [...] -> [...]."""
+    return jnp.take_along_axis(probs, ids[..., None], axis=-1)[..., 0]
+
+
+def _compiled(function, drafter: Drafter, target: Target, **static) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
+    drafter_graph, drafter_state = nnx.split(drafter)
+    target_graph, target_state = nnx.split(target)
+    static |= dict(drafter_graph=drafter_graph, target_graph=target_graph)
+    return lambda tokens_BS, anchors_BN: function(drafter_state, target_state, jnp.asarray(tokens_BS), jnp.asarray(anchors_BN), **static)
 
 
 def make_drafting(drafter: Drafter, target: Target, *, dtype, anchors_per_chunk: int) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
@@ -58,10 +124,24 @@ def make_drafting(drafter: Drafter, target: Target, *, dtype, anchors_per_chunk:
 
     N must be a multiple of ``anchors_per_chunk``; only one chunk's logits [B,chunk,K-1,V] fp32 exist at a time.
     """
-    drafter_graph, drafter_state = nnx.split(drafter)
-    target_graph, target_state = nnx.split(target)
-    static = dict(drafter_graph=drafter_graph, target_graph=target_graph, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
-    return lambda tokens_BS, anchors_BN: _draft(drafter_state, target_state, jnp.asarray(tokens_BS), jnp.asarray(anchors_BN), **static)
+    return _compiled(_draft, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
+
+
+def make_accept_odds(
+    drafter: Drafter, target: Target, sampling: SamplingConfig, policy: str, *, dtype, anchors_per_chunk: int
+) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
+    """``(tokens [B,S], anchors [B,N]) -> odds [B,N,K-1] fp32``: with what probability each slot's draft was accepted, given that the text was committed.
+
+    0 where the slot cannot have been proposed. Slots past the row's text hold nothing of meaning. Shapes as in ``make_drafting``.
+    """
+    static = dict(dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk, sampling=sampling, policy=policy)
+    return _compiled(_accept_odds, drafter, target, **static)
+
+
+def text_after_anchors(answer_T: np.ndarray, num_anchors: int, num_draft_tokens: int) -> np.ndarray:
+    """What a perfect drafter drafts: answer[t+1+j] for anchor t and slot j, -1 past the end. -> [num_anchors, J]."""
+    padded = np.concatenate([np.asarray(answer_T, np.int64), np.full(num_draft_tokens + 1, -1)])
+    return padded[np.arange(num_anchors)[:, None] + 1 + np.arange(num_draft_tokens)]
 
 
 def walk_rounds(answer_T: np.ndarray, drafts_TJ: np.ndarray, end: int | None = None) -> list[Round]:
@@ -72,12 +152,28 @@ def walk_rounds(answer_T: np.ndarray, drafts_TJ: np.ndarray, end: int | None = N
     onset). A round commits its accepted drafts plus the bonus token; where the answer ends inside the
     draft (an accepted end token, or the length cap) there is no bonus and the proposal counts as cut there.
     """
-    stop = len(answer_T) if end is None else min(end, len(answer_T))
+    right_TJ = drafts_TJ[: len(answer_T)] == text_after_anchors(answer_T, min(len(drafts_TJ), len(answer_T)), drafts_TJ.shape[1])
+    return walk_judged(len(answer_T), right_TJ, end)
+
+
+def walk_sampled_rounds(odds_TJ: np.ndarray, uniforms_T: np.ndarray, length: int, end: int | None = None) -> list[Round]:
+    """Rounds over a sampled answer of ``length`` tokens: slot j after anchor t is accepted while uniforms[t+1+j] < odds[t,j].
+
+    uniforms [length] in [0, 1), one a token: every token is judged in one round only, so one each is enough, and
+    drafters judged with the same uniforms are compared in pairs.
+    """
+    judged_TJ = text_after_anchors(np.arange(length), len(odds_TJ), odds_TJ.shape[1])
+    return walk_judged(length, (judged_TJ >= 0) & (uniforms_T[judged_TJ] < odds_TJ), end)
+
+
+def walk_judged(length: int, accept_TJ: np.ndarray, end: int | None = None) -> list[Round]:
+    """Rounds over an answer of ``length`` tokens, given for every anchor which slots would be accepted."""
+    stop = length if end is None else min(end, length)
     rounds, anchor = [], 0
     while anchor < stop - 1:
         left = stop - 1 - anchor
-        proposed = min(drafts_TJ.shape[1], left)
-        wrong = np.nonzero(drafts_TJ[anchor, :proposed] != answer_T[anchor + 1 : anchor + 1 + proposed])[0]
+        proposed = min(accept_TJ.shape[1], left)
+        wrong = np.nonzero(~accept_TJ[anchor, :proposed])[0]
         accepted = int(wrong[0]) if len(wrong) else proposed
         rounds.append(Round(anchor, proposed, accepted, min(accepted + 1, left)))
         anchor += rounds[-1].tokens
@@ -93,3 +189,12 @@ def loop_onset(answer_T: np.ndarray) -> int:
             return t
         seen.add(gram)
     return len(answer_T)
+
+
+def longest_repeat(answer_T: np.ndarray, longest_period: int = 64) -> int:
+    """Most tokens in a row that repeat what stood a fixed distance of at most ``longest_period`` before them."""
+    best = 0
+    for period in range(1, min(longest_period, len(answer_T) - 1) + 1):
+        breaks = np.flatnonzero(np.concatenate([[True], answer_T[period:] != answer_T[:-period], [True]]))
+        best = max(best, int(np.diff(breaks).max()) - 1)
+    return best

@@ -62,8 +62,8 @@ class DecodeSettings:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} needs a drafter; without one use 0")
         if drafter is not None and self.num_draft_tokens > drafter.config.num_draft_tokens:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} exceeds the {drafter.config.num_draft_tokens} this drafter was trained for")
-        if self.policy == "tail_mixed" and drafter is not None and not drafter.config.redoes_last_write:
-            raise ValueError("policy 'tail_mixed' mixes a transition table with base logits, which this drafter does not have; use 'own' or 'point_mass'")
+        if drafter is not None and self.policy not in drafter.config.policies:
+            raise ValueError(f"policy {self.policy!r} cannot be served by a {drafter.config.method} drafter; it can: {', '.join(drafter.config.policies)}")
 
 
 @jax.tree_util.register_dataclass

@@ -1,38 +1,62 @@
-"""Score drafters on stored greedy continuations: exact acceptance length at temperature 0 by replay."""
+"""Score drafters: acceptance length by replay, exact and fast, and speed by real decoding, side by side."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
+import os
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 
 EPILOG = """examples:
   dspine-evaluate --target SmolLM2-135M-Instruct.Q4_1.gguf --data data/smollm2_dev --drafter runs/dspine/drafter --output out/eval
-  dspine-evaluate --target my-target/ --data data/dev --drafter dflash=runs/a/drafter --drafter dspine=runs/b/drafter --output out/eval
---data is a dataset folder of greedy continuations (docs/data.md) or a folder of such folders, one a benchmark.
+  dspine-evaluate --target my-target/ --benchmarks prompts/ --drafter dflash=runs/a/drafter --drafter dspine=runs/b/drafter \\
+      --temperature 0 1 --decode 8 --output out/eval
+--data is a dataset folder of greedy continuations (docs/data.md) or a folder of such folders, one a benchmark; --benchmarks a JSONL file of prompts or
+a folder of such files. What is not stored is generated: greedy continuations of --benchmarks, sampled ones for every temperature above 0.
 With two or more drafters each is compared with the first by a paired bootstrap over prompts.
 A label given twice (dspine=seed0 dspine=seed1) is one method with several seeds: their rounds are pooled.
-Written to --output: results.json (with every round), results.md."""
+At temperature > 0 each drafter is scored under every policy it can serve (docs/lossless.md); its best one counts in comparisons.
+Written to --output: results.json (with every round), results.md, a PNG for each temperature, and parts/: finished parts, which a second run takes over.
+Exit code 1: real decoding gave other text than plain greedy decoding where no near tie explains it."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser("dspine-evaluate", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("dspine-evaluate", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("--target", required=True, help="HF folder or GGUF file")
     parser.add_argument("--drafter", required=True, action="append", metavar="[LABEL=]FOLDER", help="drafter folder; repeatable")
-    parser.add_argument("--data", required=True, help="dataset folder of greedy continuations, or a folder of them")
-    parser.add_argument("--output", required=True, help="folder for results.json and results.md")
-    parser.add_argument("--prompts", type=int, default=None, help="score only the first N prompts of each benchmark")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path, help="dataset folder of greedy continuations, or a folder of them")
+    source.add_argument("--benchmarks", type=Path, help="JSONL file of prompts, or a folder of them")
+    parser.add_argument("--output", required=True, type=Path, help="folder for results")
+    parser.add_argument("--tokenizer", help="folder with tokenizer.json for --benchmarks, where the target has none")
+    parser.add_argument("--prompts", type=int, help="score only the first N prompts of each benchmark")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="temperatures to score (default 0)")
+    parser.add_argument("--top-k", type=int, default=0, help="at temperature > 0; 0 is off")
+    parser.add_argument("--top-p", type=float, default=1.0, help="at temperature > 0; 1 is off")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="length of generated continuations and of real decoding (default 256)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampled continuations and acceptance (default 0)")
+    parser.add_argument("--decode", type=int, default=0, metavar="N", help="also decode the first N prompts of each benchmark for real and time it (default 0)")
+    parser.add_argument("--decode-batch-size", type=int, default=1, help="prompts decoded together (default 1)")
+    parser.add_argument("--decode-drafts", type=int, nargs="+", metavar="J", help="draft lengths to decode with (default: what the drafters were trained for)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="compute precision (default bfloat16)")
-    parser.add_argument("--batch-size", type=int, default=8, help="prompts at a time (default 8)")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts at a time in replay and generation (default 8)")
     parser.add_argument("--anchors-per-chunk", type=int, default=16, help="anchors of a prompt whose logits exist at one time (default 16)")
     args = parser.parse_args(argv)
-    for name in ("prompts", "batch_size", "anchors_per_chunk"):
+    for name in ("prompts", "batch_size", "anchors_per_chunk", "max_new_tokens", "decode_batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if args.decode < 0:
+        parser.error(f"--decode {args.decode} must be 0 (replay only) or positive")
+    if len(set(args.temperature)) < len(args.temperature):
+        parser.error(f"--temperature {' '.join(map(str, args.temperature))} names one temperature twice")
     return args
 
 
@@ -42,183 +66,220 @@ def split_label(text: str) -> tuple[str | None, Path]:
     return (label, Path(folder)) if separator and not Path(text).exists() else (None, Path(text))
 
 
-def benchmark_folders(path: Path) -> list[Path]:
-    """The dataset folder itself, or the dataset folders inside it in name order. Raises FileNotFoundError when there is none."""
-    if (path / "manifest.json").is_file():
-        return [path]
-    found = sorted(p.parent for p in path.glob("*/manifest.json"))
-    if not found:
-        raise FileNotFoundError(f"{path} holds no dataset folder; make one with dspine-convert (docs/data.md)")
-    return found
+class Parts:
+    """Finished parts of an evaluation on disk; a part made from other inputs is made again."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, name: str, inputs: object, make):
+        """The stored content of a part made from equal ``inputs``, else ``make()``, stored whole or not at all."""
+        path, key = self.folder / f"{name}.json", hashlib.sha256(repr(inputs).encode()).hexdigest()
+        if path.is_file():
+            stored = json.loads(path.read_text())
+            if stored["key"] == key:
+                return stored["content"]
+        content = make()
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"key": key, "content": content}))
+        os.replace(partial, path)
+        return content
 
 
-def answer_spans(loss_mask_nS: np.ndarray, lengths_n: np.ndarray) -> list[tuple[int, int]]:
-    """(first, one past last) answer position of each row. Raises ValueError when an answer is not one run at the row's end."""
-    spans = []
-    for row, (mask_S, length) in enumerate(zip(loss_mask_nS, lengths_n)):
-        start = int(np.argmax(mask_S != 0))
-        if not (mask_S[start:length] != 0).all():
-            raise ValueError(f"row {row}: the answer is not one run of tokens up to the row's end; replay needs single-turn continuations")
-        spans.append((start, int(length)))
-    return spans
+def content_hash(path: Path) -> str:
+    """sha256 of a file, or of the weights and config in a folder."""
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".json"))
+    digest = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
 
 
 def replay_benchmark(
-    drafting, tokens_nS: np.ndarray, spans: list[tuple[int, int]], *, batch_size: int, width: int, num_anchors: int, progress
+    judging, prompts: list[list[int]], answers: list[np.ndarray], *, batch_size: int, width: int, num_anchors: int, progress
 ) -> list[np.ndarray]:
-    """Drafts [answer-1, K-1] at every answer position of every row; shapes are equal for all batches."""
-    drafts = []
-    for begin in range(0, len(spans), batch_size):
-        rows = range(begin, min(begin + batch_size, len(spans)))
+    """Drafts or acceptance odds [answer-1, K-1] at every answer position of every row; shapes are equal for all batches."""
+    judged = []
+    for begin in range(0, len(prompts), batch_size):
+        rows = range(begin, min(begin + batch_size, len(prompts)))
         tokens_BS = np.zeros((batch_size, width), np.int32)
         anchors_BN = np.zeros((batch_size, num_anchors), np.int32)
         for b, row in enumerate(rows):
-            start, stop = spans[row]
-            tokens_BS[b, :stop] = tokens_nS[row, :stop]
+            start, stop = len(prompts[row]), len(prompts[row]) + len(answers[row])
+            tokens_BS[b, :start], tokens_BS[b, start:stop] = prompts[row], answers[row]
             anchors_BN[b, : stop - 1 - start] = np.arange(start, stop - 1)
-        drafts_BNJ = np.asarray(drafting(tokens_BS, anchors_BN))
-        drafts.extend(drafts_BNJ[b, : spans[row][1] - 1 - spans[row][0]] for b, row in enumerate(rows))
+        judged_BNJ = np.asarray(judging(tokens_BS, anchors_BN))
+        judged.extend(judged_BNJ[b, : len(answers[row]) - 1] for b, row in enumerate(rows))
         progress.update(len(rows))
-    return drafts
+    return judged
 
 
-def evaluate(args: argparse.Namespace) -> dict:
-    """Run the replay of every drafter on every benchmark. -> the content of results.json."""
-    import jax.numpy as jnp
-    from tqdm import tqdm
+class Evaluation:
+    """One target, its drafters and benchmarks, scored temperature by temperature; finished parts are kept."""
 
-    from dspine_jax.drafter_io import drafter_parameter_counts, load_drafter
-    from dspine_jax.replay import loop_onset, make_drafting, walk_rounds
-    from dspine_jax.target_io import load_target, read_target_config
-    from serve.environment import environment
-    from train.data import DatasetFolder
+    def __init__(self, args: argparse.Namespace):
+        """Load everything and refuse what cannot be compared. Raises ValueError or OSError."""
+        import jax.numpy as jnp
 
-    dtype = jnp.dtype(args.dtype)
-    config = read_target_config(args.target)
-    folders = benchmark_folders(Path(args.data))
-    drafters = [(label, folder, load_drafter(folder, config, dtype=dtype)) for label, folder in map(split_label, args.drafter)]
-    if len({drafter.config.num_draft_tokens for _, _, drafter in drafters}) > 1:
-        counts = ", ".join(f"{folder} {drafter.config.num_draft_tokens}" for _, folder, drafter in drafters)
-        raise ValueError(f"drafters are compared only at an equal number of drafts a round, these have: {counts}; score them in separate runs")
-    target = load_target(args.target, dtype=dtype)
-    benchmarks = {}
-    for folder in folders:
-        data = DatasetFolder(folder, vocab_size=config.vocab_size)
-        if data.manifest.name in benchmarks:
-            raise ValueError(f"{folder}: a second dataset named {data.manifest.name!r} would replace the first; give each its own name in manifest.json")
-        n = data.num_rows if args.prompts is None else min(args.prompts, data.num_rows)
-        benchmarks[data.manifest.name] = (np.asarray(data.tokens[:n]), answer_spans(np.asarray(data.loss_mask[:n]), np.asarray(data.lengths[:n])))
-    every_span = [span for _, spans in benchmarks.values() for span in spans]
-    up = lambda value, step: -(-value // step) * step  # noqa: E731
-    shape = dict(
-        batch_size=args.batch_size,
-        width=up(max(stop for _, stop in every_span), 64),
-        num_anchors=up(max(stop - start for start, stop in every_span), args.anchors_per_chunk),
-    )
-    results: dict = {"target": str(args.target), "dtype": args.dtype, "environment": environment(), "methods": {}}
-    with tqdm(total=len(drafters) * len(every_span), unit="prompt", desc="replay", mininterval=0.5 if sys.stderr.isatty() else 30) as progress:
-        for label, folder, drafter in drafters:
-            new_method = {"folders": [], "num_draft_tokens": drafter.config.num_draft_tokens, "benchmarks": {}}
-            method = results["methods"].setdefault(label or drafter.config.method, new_method)
-            method["folders"].append(str(folder))
-            method["parameters"] = drafter_parameter_counts(drafter)
-            drafting = make_drafting(drafter, target, dtype=dtype, anchors_per_chunk=args.anchors_per_chunk)
-            for name, (tokens, spans) in benchmarks.items():
-                drafts = replay_benchmark(drafting, tokens, spans, progress=progress, **shape)
-                entry = method["benchmarks"].setdefault(name, {"seeds": []})
-                answers = [tokens[row, start:stop] for row, (start, stop) in enumerate(spans)]
-                onsets = [loop_onset(answer) for answer in answers]
-                entry["loop_share"] = float(np.mean([onset < len(answer) for onset, answer in zip(onsets, answers)]))
-                entry["seeds"].append(
-                    {
-                        "full": [walk_rounds(answer, draft) for answer, draft in zip(answers, drafts)],
-                        "onset": [walk_rounds(answer, draft, onset) for answer, draft, onset in zip(answers, drafts, onsets)],
-                    }
-                )
-    return summarise(results)
+        from dspine_jax.drafter_io import load_drafter
+        from dspine_jax.sampling import SamplingConfig
+        from dspine_jax.target_io import load_target, read_target_config
+        from serve.benchmarks import prompt_benchmarks, stored_benchmarks
 
+        self.args, self.dtype = args, jnp.dtype(args.dtype)
+        self.samplings = [SamplingConfig(t, args.top_k if t else 0, args.top_p if t else 1.0) for t in args.temperature]
+        self.config = read_target_config(args.target)
+        self.drafters = []
+        for label, folder in map(split_label, args.drafter):
+            drafter = load_drafter(folder, self.config, dtype=self.dtype)
+            self.drafters.append((label or drafter.config.method, folder, drafter, content_hash(folder)))
+        counts = [drafter.config.num_draft_tokens for _, _, drafter, _ in self.drafters]
+        self.num_drafts = counts[0]
+        if len(set(counts)) > 1:
+            listing = ", ".join(f"{folder} {count}" for (_, folder, _, _), count in zip(self.drafters, counts))
+            raise ValueError(f"drafters are compared only at an equal number of drafts a round, these have: {listing}; score them in separate runs")
+        self.decode_drafts = args.decode_drafts or [self.num_drafts]
+        if min(self.decode_drafts) < 1 or max(self.decode_drafts) > self.num_drafts:
+            raise ValueError(f"--decode-drafts {' '.join(map(str, self.decode_drafts))} must lie in 1..{self.num_drafts}, what the drafters were trained for")
+        if args.data:
+            self.benchmarks = stored_benchmarks(args.data, self.config.vocab_size, args.prompts)
+        else:
+            self.benchmarks = prompt_benchmarks(args.benchmarks, args.target, args.tokenizer, args.prompts)
+        self.target = load_target(args.target, dtype=self.dtype)
+        self.parts = Parts(args.output / "parts")
+        # What every part depends on beside its own inputs.
+        self.origin = (content_hash(Path(args.target)), args.dtype, args.max_new_tokens, args.seed)
 
-def summarise(results: dict) -> dict:
-    """Statistics of the logged rounds, per benchmark and averaged, and comparisons with the first method."""
-    from dspine_jax.acceptance import acceptance_statistics, paired_bootstrap
+    def policies(self, drafter, sampling) -> tuple[str, ...]:
+        """The policies a drafter is scored under."""
+        return ("greedy",) if sampling.greedy else drafter.config.policies
 
-    totals: dict[str, dict] = {}
-    for label, method in results["methods"].items():
-        totals[label] = {}
-        for scope in ("full", "onset"):
-            for entry in method["benchmarks"].values():
-                # Seeds of one prompt are pooled: the prompt stays the unit of the bootstrap.
-                by_prompt = [[r for rounds in seeds for r in rounds] for seeds in zip(*(seed[scope] for seed in entry["seeds"]))]
-                entry[scope] = acceptance_statistics(by_prompt, method["num_draft_tokens"])
-                entry[f"{scope}_by_seed"] = [acceptance_statistics(seed[scope], method["num_draft_tokens"]).get("tau_pooled") for seed in entry["seeds"]]
-                entry[f"{scope}_tokens_rounds"] = [[sum(r.tokens for r in rounds), len(rounds)] for rounds in by_prompt]
-            # An answer that is over, or loops, at its first token has no round whatever the drafter: there is nothing in it to average or resample.
-            scored = {name: entry for name, entry in method["benchmarks"].items() if entry[scope]["rounds"]}
-            totals[label][scope] = {name: np.array([pair for pair in entry[f"{scope}_tokens_rounds"] if pair[1]]).T for name, entry in scored.items()}
-            method[f"{scope}_average_tau"] = float(np.mean([entry[scope]["tau_pooled"] for entry in scored.values()])) if scored else None
-            method[f"{scope}_average_tau_by_seed"] = [float(np.mean(taus)) for taus in zip(*(entry[f"{scope}_by_seed"] for entry in scored.values()))]
-        for entry in method["benchmarks"].values():
-            entry["rounds"] = [{scope: plain_rounds(by_prompt) for scope, by_prompt in seed.items()} for seed in entry.pop("seeds")]
-    first, *others = results["methods"]
-    results["comparisons"] = {
-        f"{label}_over_{first}": {scope: paired_bootstrap(totals[label][scope], totals[first][scope]) for scope in ("full", "onset") if totals[first][scope]}
-        for label in others
-    }
-    return results
+    def run(self) -> dict:
+        """Everything that was asked for. -> the content of results.json."""
+        from tqdm import tqdm
 
+        from serve.environment import environment
 
-def plain_rounds(by_prompt: list) -> list[list[list[int]]]:
-    """Rounds as [anchor, proposed, accepted, tokens], by prompt, so that tau can be computed again from the log."""
-    return [[[r.anchor, r.proposed, r.accepted, r.tokens] for r in rounds] for rounds in by_prompt]
+        count = sum(len(b.prompts) for b in self.benchmarks)
+        work = sum(count * len(self.policies(drafter, sampling)) for sampling in self.samplings for _, _, drafter, _ in self.drafters)
+        work += sum(count for sampling in self.samplings if not (sampling.greedy and self.args.data))
+        head = {"target": str(self.args.target), "dtype": self.args.dtype, "environment": environment(), "max_new_tokens": self.args.max_new_tokens}
+        with tqdm(total=work, unit="prompt", mininterval=0.5 if sys.stderr.isatty() else 30) as self.progress:
+            return head | {"temperatures": {f"T{sampling.temperature:g}": self.score(sampling) for sampling in self.samplings}}
 
+    def part(self, name: str, inputs: tuple, make, prompts: int = 0):
+        """A part's stored or newly made content; the progress bar counts a stored one as done."""
+        made = []
+        content = self.parts.get(name, (*self.origin, *inputs), lambda: made.append(True) or make())
+        if not made:
+            self.progress.update(prompts)
+        return content
 
-def markdown(results: dict) -> str:
-    """Tables of tau by benchmark (full text and to the loop onset), per-slot rates, and comparisons."""
-    methods = results["methods"]
-    names = list(next(iter(methods.values()))["benchmarks"])
-    lines = []
-    for scope, title in (("full", "full text"), ("onset", "to the loop onset")):
-        lines += [f"### tau, temperature 0, {title} (pooled; per request in brackets)", ""]
-        lines += ["| method | " + " | ".join(names) + " | average | tau - 1 |", "|---" * (len(names) + 3) + "|"]
-        for label, method in methods.items():
-            cells = [f"{s['tau_pooled']:.3f} ({s['tau_per_request']:.3f})" if s["rounds"] else "-" for s in (method["benchmarks"][n][scope] for n in names)]
-            average = method[f"{scope}_average_tau"]
-            lines.append(f"| {label} | " + " | ".join(cells) + (" | - | - |" if average is None else f" | **{average:.3f}** | {average - 1:.3f} |"))
-        lines.append("")
-    share = next(iter(methods.values()))["benchmarks"]
-    lines += ["Answers that start to loop: " + ", ".join(f"{n} {share[n]['loop_share']:.0%}" for n in names) + ".", ""]
-    for label, comparison in results["comparisons"].items():
-        for scope, c in comparison.items():
-            low, high = c["ratio_interval"]
-            accepted = "tau - 1 without a ratio: nothing accepted"
-            if c["ratio_accepted"] is not None:
-                accepted = "tau - 1 x{:.3f} [{:.3f}, {:.3f}]".format(c["ratio_accepted"], *c["ratio_accepted_interval"])
-            lines.append(
-                f"{label}, {scope}: tau x{c['ratio']:.3f} [{low:.3f}, {high:.3f}], {accepted} (paired bootstrap over prompts, 95%)"
-            )
-    lines += ["", "### acceptance by slot, full text, mean over benchmarks", ""]
-    slots = next(iter(methods.values()))["num_draft_tokens"]
-    lines += ["| method | rate | " + " | ".join(str(k + 1) for k in range(slots)) + " |", "|---" * (slots + 2) + "|"]
-    for label, method in methods.items():
-        for rate, key in (("conditional", "cond_accept"), ("survival", "accept_rate")):
-            columns = [[v for v in (method["benchmarks"][n]["full"].get(key, [None] * slots)[k] for n in names) if v is not None] for k in range(slots)]
-            lines.append(f"| {label} | {rate} | " + " | ".join(f"{np.mean(c):.2f}" if c else "-" for c in columns) + " |")
-    return "\n".join(lines) + "\n"
+    def continuations(self, benchmark, sampling) -> list[np.ndarray]:
+        """The target's answers to a benchmark: the stored greedy ones, or made here by plain decoding."""
+        from dspine_jax.generation import generate_batches
+        from dspine_jax.speculative import Decoder, DecodeSettings
+
+        if sampling.greedy and benchmark.answers is not None:
+            return benchmark.answers
+
+        def make() -> list[list[int]]:
+            self.progress.set_description(f"T{sampling.temperature:g} continuations {benchmark.name}")
+            plain = Decoder(self.target, None, DecodeSettings(0, sampling, "own", self.config.eos_token_ids, self.args.dtype))
+            options = dict(max_new_tokens=self.args.max_new_tokens, max_length=self.config.max_position_embeddings, seed=self.args.seed)
+            answers = []
+            for batch in generate_batches(plain, benchmark.prompts, self.args.batch_size, **options):
+                answers += [answer.tokens for answer in batch]
+                self.progress.update(len(batch))
+            return answers
+
+        name = f"T{sampling.temperature:g}-continuations-{benchmark.name}"
+        return [np.array(tokens, np.int64) for tokens in self.part(name, (sampling, benchmark.prompts), make, len(benchmark.prompts))]
+
+    def score(self, sampling) -> dict:
+        """Replay, and real decoding where asked, at one temperature."""
+        from dspine_jax.drafter_io import drafter_parameter_counts
+        from dspine_jax.replay import loop_onset
+        from serve.decoding import compare_decoding
+        from serve.scoring import summarise
+
+        answers = {b.name: self.continuations(b, sampling) for b in self.benchmarks}
+        onsets = {name: [loop_onset(answer) for answer in given] for name, given in answers.items()}
+        up = lambda value, step: -(-value // step) * step  # noqa: E731
+        lengths = [(len(p), len(a)) for b in self.benchmarks for p, a in zip(b.prompts, answers[b.name])]
+        shape = {
+            "batch_size": self.args.batch_size,
+            "width": up(max(p + a for p, a in lengths), 64),
+            "num_anchors": up(max(a for _, a in lengths), self.args.anchors_per_chunk),
+        }
+        variants: dict = {}
+        for label, folder, drafter, weights in self.drafters:
+            for policy in self.policies(drafter, sampling):
+                new = {"folders": [], "num_draft_tokens": self.num_drafts, "parameters": drafter_parameter_counts(drafter), "benchmarks": {}}
+                variant = variants.setdefault(label, {}).setdefault(policy, new)
+                variant["folders"].append(str(folder))
+                for b in self.benchmarks:
+                    given = answers[b.name]
+                    entry = variant["benchmarks"].setdefault(b.name, {"rounds": []})
+                    entry["loop_share"] = float(np.mean([onset < len(answer) for onset, answer in zip(onsets[b.name], given)]))
+                    entry["cap_share"] = float(np.mean([len(a) == 0 or int(a[-1]) not in self.config.eos_token_ids for a in given]))
+                    inputs = (sampling, policy, weights, b.prompts, [answer.tolist() for answer in given])
+                    make = functools.partial(self.replay, drafter, sampling, policy, b, given, onsets[b.name], shape)
+                    name = f"T{sampling.temperature:g}-replay-{label}-{len(variant['folders']) - 1}-{policy}-{b.name}"
+                    entry["rounds"].append(self.part(name, inputs, make, len(b.prompts)))
+        content = summarise(variants)
+        if self.args.decode:
+            content["decoding"] = compare_decoding(self, sampling)
+        return content
+
+    def replay(self, drafter, sampling, policy: str, benchmark, answers: list[np.ndarray], onsets: list[int], shape: dict) -> dict[str, list]:
+        """Rounds of one drafter over a benchmark's answers, in full and to the loop onset, as plain lists."""
+        from dspine_jax.replay import make_accept_odds, make_drafting, walk_rounds, walk_sampled_rounds
+        from serve.scoring import plain_rounds
+
+        self.progress.set_description(f"T{sampling.temperature:g} replay {benchmark.name} {policy}")
+        options = dict(dtype=self.dtype, anchors_per_chunk=self.args.anchors_per_chunk)
+        if sampling.greedy:
+            judging = make_drafting(drafter, self.target, **options)
+        else:
+            judging = make_accept_odds(drafter, self.target, sampling, policy, **options)
+        judged = replay_benchmark(judging, benchmark.prompts, answers, progress=self.progress, **shape)
+        scopes: dict[str, list] = {"full": [], "onset": []}
+        for row, (answer, judged_TJ, onset) in enumerate(zip(answers, judged, onsets)):
+            # The same uniforms for every drafter and policy: they are compared in pairs.
+            uniforms_T = np.random.default_rng([self.args.seed, zlib.crc32(benchmark.name.encode()), row]).uniform(size=len(answer))
+            for scope, end in (("full", None), ("onset", onset)):
+                walk = walk_rounds(answer, judged_TJ, end) if sampling.greedy else walk_sampled_rounds(judged_TJ, uniforms_T, len(answer), end)
+                scopes[scope].append(walk)
+        return {scope: plain_rounds(by_prompt) for scope, by_prompt in scopes.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Console entry point. Returns 0, or 2 for bad input."""
+    """Console entry point. Returns 0, 1 when decoded text differs without a near tie, 2 for bad input, 130 for Ctrl-C."""
     args = parse_args(argv)
-    output = Path(args.output)
     try:
-        output.mkdir(parents=True, exist_ok=True)  # before the long work, whose result it must hold
-        results = evaluate(args)
+        args.output.mkdir(parents=True, exist_ok=True)  # before the long work, whose result it must hold
+        results = Evaluation(args).run()
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    (output / "results.json").write_text(json.dumps(results))
-    (output / "results.md").write_text(markdown(results))
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the same command goes on from the finished parts in {args.output / 'parts'}", file=sys.stderr)
+        return 130
+    from serve.plots import draw
+    from serve.scoring import markdown
+
+    (args.output / "results.json").write_text(json.dumps(results))
+    (args.output / "results.md").write_text(markdown(results))
+    for temperature, content in results["temperatures"].items():
+        draw(content, temperature, args.output / f"acceptance_{temperature}.png")
     print(markdown(results))
+    states = [entry["state"] for content in results["temperatures"].values() for entry in content.get("decoding", []) if "state" in entry]
+    if "differs" in states:
+        print("error: text other than that of plain greedy decoding, and no near tie explains it: see 'differs' in results.md", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -62,27 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def read_prompts(path: Path) -> list[list[dict[str, str]]]:
-    """Conversations of a JSONL file. Raises FileNotFoundError, or ValueError naming file and line."""
-    conversations = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):  # splitlines would break at U+2028
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-        if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-            conversations.append([{"role": "user", "content": row["prompt"]}])
-        elif isinstance(row, dict) and isinstance(row.get("turns"), list) and row["turns"] and isinstance(row["turns"][0], str):
-            conversations.append([{"role": "user", "content": row["turns"][0]}])
-        elif isinstance(row, dict) and isinstance(row.get("messages"), list) and row["messages"]:
-            conversations.append(row["messages"])
-        else:
-            raise ValueError(f'{path}, line {number}: needs "prompt" (text), "turns" (list of texts) or "messages" (list of role and content)')
-    if not conversations:
-        raise ValueError(f"{path} holds no prompt")
-    return conversations
+ROUNDS_PER_CALL = 32  # rounds between two looks at the keyboard
 
 
 class Stream:
@@ -118,92 +98,156 @@ class Stream:
         self.out.write(piece)
 
 
-def measure(decoder, batches: list[list[list[int]]], args: argparse.Namespace, max_length: int, on_progress=None) -> tuple[list, float]:
-    """All answers and the seconds they took, compilation not counted (every batch shape is run once before)."""
-    from dspine_jax.generation import generate
+class Interrupted(Exception):
+    """Ctrl-C; holds the answers, whole or begun, that there were by then."""
 
-    options = dict(max_new_tokens=args.max_new_tokens, max_length=max_length, seed=args.seed)
-    answers, seconds = [], 0.0
-    for batch in batches:
-        if on_progress is None:
-            generate(decoder, batch, **options)
+    def __init__(self, answers: list):
+        super().__init__("interrupted")
+        self.answers = answers
+
+
+def decode(
+    decoder, prompts: list[list[int]], args: argparse.Namespace, words: str, on_progress=None, rounds_per_call: int = ROUNDS_PER_CALL
+) -> tuple[list, float]:
+    """All answers and the seconds they took, compilation not counted; ``words`` head the progress bar. Raises Interrupted on Ctrl-C."""
+    from tqdm import tqdm
+
+    from dspine_jax.generation import generate_batches, warm_up
+
+    done, current = [], []
+
+    def remember(rows):
+        current[:] = rows
+        if on_progress is not None:
+            on_progress(rows)
+
+    options = dict(max_length=decoder.target.config.max_position_embeddings, seed=args.seed, rounds_per_call=rounds_per_call, on_progress=remember)
+    try:
+        warm_up(decoder, prompts, args.batch_size, args.max_new_tokens)
         begin = time.perf_counter()
-        streamed = {} if on_progress is None else {"rounds_per_call": 1, "on_progress": on_progress}
-        answers += generate(decoder, batch, **options, **streamed)
-        seconds += time.perf_counter() - begin
-    return answers, seconds
+        with tqdm(total=len(prompts), unit="prompt", desc=words, disable=True if len(prompts) == 1 else None) as progress:
+            for batch in generate_batches(decoder, prompts, args.batch_size, max_new_tokens=args.max_new_tokens, **options):
+                done += batch
+                current.clear()
+                progress.update(len(batch))
+        return done, time.perf_counter() - begin
+    except KeyboardInterrupt:
+        raise Interrupted(done + current) from None
 
 
-def run(args: argparse.Namespace) -> tuple[dict, int]:
-    """Decode and measure. -> (the JSON report, exit code)."""
+def load(args: argparse.Namespace) -> tuple:
+    """Read and check everything the command line names. -> (tokenizer, prompts, target, drafter or None, settings)."""
     import jax.numpy as jnp
 
-    from dspine_jax.acceptance import acceptance_statistics
     from dspine_jax.chat import chat_ids, load_tokenizer
     from dspine_jax.drafter_io import load_drafter
+    from dspine_jax.generation import check_ids, prompt_limits
     from dspine_jax.sampling import SamplingConfig
-    from dspine_jax.speculative import Decoder, DecodeSettings
+    from dspine_jax.speculative import DecodeSettings
     from dspine_jax.target_io import load_target, read_target_config
+    from serve.prompts import read_prompts
 
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
     conversations = read_prompts(args.prompts) if args.prompts else [[{"role": "user", "content": args.prompt}]]
     config = read_target_config(args.target)
     tokenizer = load_tokenizer(args.target, args.tokenizer)
-    encode = lambda c: tokenizer.encode(c[-1]["content"]) if args.raw else chat_ids(tokenizer, c)  # noqa: E731
-    prompts = [encode(conversation) for conversation in conversations]
+    prompts = [tokenizer.encode(c[-1]["content"]) if args.raw else chat_ids(tokenizer, c) for c in conversations]
+    check_ids(prompts, config.vocab_size)  # before any weight is read
+    prompt_limits([len(p) for p in prompts], args.max_new_tokens, config.max_position_embeddings)
     dtype = jnp.dtype(args.dtype)
     drafter = load_drafter(args.drafter, config, dtype=dtype) if args.drafter else None
-    drafts = args.num_draft_tokens if args.num_draft_tokens is not None else (drafter.config.num_draft_tokens if drafter else 0)
+    drafts = args.num_draft_tokens
+    if drafts is None:
+        drafts = drafter.config.num_draft_tokens if drafter else 0
     settings = DecodeSettings(drafts, sampling, args.policy, config.eos_token_ids, args.dtype)
     settings.check(drafter)
-    target = load_target(args.target, dtype=dtype)
+    return tokenizer, prompts, load_target(args.target, dtype=dtype), drafter, settings
+
+
+def run(args: argparse.Namespace) -> tuple[dict, int]:
+    """Decode and measure. -> (the JSON report, exit code)."""
+    import dataclasses
+
+    from dspine_jax.speculative import Decoder
+
+    tokenizer, prompts, target, drafter, settings = load(args)
     decoder = Decoder(target, drafter, settings)
-    batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
-    limit = config.max_position_embeddings
-    if not args.json and len(prompts) == 1:
-        stream = Stream(tokenizer, sys.stdout, sys.stdout.isatty())
-        measure(decoder, batches, args, limit, on_progress=stream)
-        print()
-    answers, seconds = measure(decoder, batches, args, limit)
-    count = sum(len(answer.tokens) for answer in answers)
-    statistics = acceptance_statistics([answer.rounds for answer in answers], max(drafts, 1))
-    report = {
+    answers, seconds, code = [], None, 0
+    report: dict = {"prompt_tokens": [len(prompt) for prompt in prompts], "batch_size": args.batch_size}
+    try:
+        if not args.json and len(prompts) == 1:
+            stream = Stream(tokenizer, sys.stdout, sys.stdout.isatty())
+            answers, _ = decode(decoder, prompts, args, "decoding", stream, rounds_per_call=1)  # a call a round is slower: it is shown, not timed
+            print()
+        else:
+            answers, seconds = decode(decoder, prompts, args, "decoding")
+        if seconds is None:
+            seconds = decode(decoder, prompts, args, "timing")[1]
+        if drafter is not None and (args.check or not args.no_baseline):
+            plain = Decoder(target, None, dataclasses.replace(settings, num_draft_tokens=0, policy="own"))
+            plain_answers, plain_seconds = decode(plain, prompts, args, "plain decoding")
+            report["plain_tokens_per_s"] = sum(len(answer.tokens) for answer in plain_answers) / plain_seconds
+            if settings.sampling.greedy:
+                report |= compare(target, prompts, answers, plain_answers, args.dtype)
+                code = int(args.check and not report["matches_greedy"])
+    except Interrupted as stop:
+        answers, code = answers or stop.answers, 130
+    return report_answers(report, answers, seconds, tokenizer, settings, single=args.prompts is None) | {"interrupted": code == 130}, code
+
+
+def compare(target, prompts: list[list[int]], answers: list, plain_answers: list, dtype: str) -> dict:
+    """Whether the texts are those of plain greedy decoding; where not, the target's largest top-2 margin at the first difference."""
+    import jax.numpy as jnp
+
+    from dspine_jax.ties import first_difference, top2_margins
+
+    parting = [first_difference(a.tokens, b.tokens) for a, b in zip(answers, plain_answers)]
+    contexts = [prompt + answer.tokens[:index] for prompt, answer, index in zip(prompts, plain_answers, parting) if index is not None]
+    result: dict = {"matches_greedy": not contexts}
+    if contexts:
+        result["first_difference"] = parting if len(parting) > 1 else parting[0]
+        result["top2_margin"] = max(top2_margins(target, contexts, dtype=jnp.dtype(dtype), width=max(map(len, contexts))))
+    return result
+
+
+def report_answers(report: dict, answers: list, seconds: float | None, tokenizer, settings, *, single: bool) -> dict:
+    """Texts, acceptance and speed as one JSON object; lists hold one value a prompt, which a single prompt has bare."""
+    from dspine_jax.acceptance import acceptance_statistics
+
+    statistics = acceptance_statistics([answer.rounds for answer in answers], max(settings.num_draft_tokens, 1))
+    by_prompt = {
         "text": [tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers],
         "tokens": [answer.tokens for answer in answers],
         "finish_reason": [answer.finish_reason for answer in answers],
-        "prompt_tokens": [len(prompt) for prompt in prompts],
-        "tau": statistics.get("tau_pooled"),
-        "rounds": statistics["rounds"],
-        "accepted_over_proposed": statistics.get("accepted_over_proposed"),
-        "tokens_per_s": count / seconds,
-        "batch_size": args.batch_size,
+        "prompt_tokens": report.pop("prompt_tokens"),
     }
-    code = 0
-    if drafter is not None and (args.check or not args.no_baseline):
-        plain = Decoder(target, None, DecodeSettings(0, sampling, "own", config.eos_token_ids, args.dtype))
-        plain_answers, plain_seconds = measure(plain, batches, args, limit)
-        report["plain_tokens_per_s"] = sum(len(answer.tokens) for answer in plain_answers) / plain_seconds
-        report["speedup"] = report["tokens_per_s"] / report["plain_tokens_per_s"]
-        if sampling.greedy:
-            report["matches_greedy"] = all(a.tokens == b.tokens for a, b in zip(answers, plain_answers))
-            if args.check and not report["matches_greedy"]:
-                code = 1
-    if len(prompts) == 1:
-        report = {key: value[0] if isinstance(value, list) else value for key, value in report.items()}
-    return report, code
+    if single:
+        by_prompt = {key: value[0] if value else None for key, value in by_prompt.items()}
+    report = by_prompt | {key: statistics.get(name) for key, name in (("tau", "tau_pooled"), ("rounds", "rounds"))} | report
+    report["accepted_over_proposed"] = statistics.get("accepted_over_proposed") if settings.num_draft_tokens else None
+    report["tokens_per_s"] = None if seconds is None else sum(len(answer.tokens) for answer in answers) / seconds
+    report["speedup"] = report["tokens_per_s"] / report["plain_tokens_per_s"] if seconds and "plain_tokens_per_s" in report else None
+    return report
 
 
 def summary(report: dict, args: argparse.Namespace) -> str:
     """The last lines for a person."""
+    from dspine_jax.ties import BFLOAT16_MARGIN
+
     lines = []
-    if report["tau"] is not None and args.drafter:
+    if report["tau"] is not None and args.drafter and report["accepted_over_proposed"] is not None:
         lines.append(f"tau {report['tau']:.2f} over {report['rounds']} rounds, {report['accepted_over_proposed']:.0%} of the drafts accepted")
-    lines.append(f"{report['tokens_per_s']:.1f} tokens/s")
-    if "speedup" in report:
+    if report["tokens_per_s"] is not None:
+        lines.append(f"{report['tokens_per_s']:.1f} tokens/s")
+    if report["speedup"] is not None:
         lines[-1] += f", plain {report['plain_tokens_per_s']:.1f}: {report['speedup']:.2f}x"
     if "matches_greedy" in report:
-        same = "identical to plain greedy decoding" if report["matches_greedy"] else "DIFFERENT from plain greedy decoding"
-        lines.append(same + (" (in bfloat16 near ties may differ: see docs/lossless.md)" if not report["matches_greedy"] and args.dtype == "bfloat16" else ""))
+        same = "identical to plain greedy decoding"
+        if not report["matches_greedy"]:
+            same = f"DIFFERENT from plain greedy decoding, first where the target's best two tokens are {report['top2_margin']:.3f} nats apart"
+            if args.dtype == "bfloat16" and report["top2_margin"] <= BFLOAT16_MARGIN:
+                same += " (a near tie in bfloat16; --dtype float32 has none: docs/lossless.md)"
+        lines.append(same)
     return "\n".join(lines)
 
 
@@ -215,17 +259,21 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\x1b[0m" if sys.stdout.isatty() else "", flush=True)
+    except KeyboardInterrupt:  # while loading: there is nothing to show
         print("interrupted", file=sys.stderr)
         return 130
     if args.json:
         print(json.dumps(report))
-    else:
-        if isinstance(report["text"], list):
-            for text in report["text"]:
-                print(text, end="\n\n")
-        print(summary(report, args), file=sys.stderr)
+        return code
+    if sys.stdout.isatty():
+        print("\x1b[0m", end="")
+    if args.prompts:
+        for text in report["text"]:
+            print(text, end="\n\n")
+    sys.stdout.flush()
+    if report["interrupted"]:
+        print("\ninterrupted", file=sys.stderr)
+    print(summary(report, args), file=sys.stderr)
     return code
 
 

@@ -27,31 +27,48 @@ def newest(entries: list[dict]) -> dict[str, dict]:
 
 
 def evaluation_entries(results: dict, *, target: str, steps: int, note: str) -> list[tuple[str, float, str, int, list[float] | None, str]]:
-    """(id, value, unit, runs, spread, note) of an evaluation: tau by benchmark and average, margins over the first method."""
+    """(id, value, unit, runs, spread, note) of an evaluation: tau by benchmark and average, margins over the first method, decoding speed."""
     rows = []
-    for method, content in results["methods"].items():
-        seeds = len(content["folders"])
-        for scope in ("full", "onset"):
-            prefix = f"tau/{target}/{method}@{steps}"
-            scored = {name: entry for name, entry in content["benchmarks"].items() if "tau_pooled" in entry[scope]}
-            for name, entry in scored.items():
-                taus = entry[f"{scope}_by_seed"]
-                rows.append((f"{prefix}/{name}/T0/{scope}", entry[scope]["tau_pooled"], "tokens/round", seeds, [min(taus), max(taus)], note))
-            if not scored:  # no answer has a round in this scope
-                continue
-            taus = content[f"{scope}_average_tau_by_seed"]
-            rows.append((f"{prefix}/avg/T0/{scope}", content[f"{scope}_average_tau"], "tokens/round", seeds, [min(taus), max(taus)], note))
-        for part, count in content["parameters"].items():
-            rows.append((f"parameters/{target}/{method}/{part}", count, "parameters", 1, None, "trained"))
-    for pair, scopes in results["comparisons"].items():
-        for scope, c in scopes.items():
-            interval = "spread is the 95% interval of a paired bootstrap over prompts; " + note
-            shifted = [edge - 1 for edge in c["ratio_interval"]]
-            rows.append((f"margin/{target}@{steps}/{pair}/T0/{scope}", c["ratio"] - 1, "ratio of average tau minus 1", 1, shifted, interval))
-            if c["ratio_accepted"] is not None:
-                accepted = (c["ratio_accepted"], "ratio of average (tau - 1)", 1, c["ratio_accepted_interval"], interval)
-                rows.append((f"ratio_accepted/{target}@{steps}/{pair}/T0/{scope}", *accepted))
+    for temperature, content in results["temperatures"].items():
+        for method, variant in content["methods"].items():
+            rows += _tau_entries(variant, f"tau/{target}/{method}@{steps}", temperature, f"policy {variant['policy']}; {note}")
+            for policy, other in variant.get("other_policies", {}).items():
+                rows += _tau_entries(other, f"tau/{target}/{method}-{policy}@{steps}", temperature, f"policy {policy}; {note}")
+            for part, count in variant["parameters"].items():
+                rows.append((f"parameters/{target}/{method}/{part}", count, "parameters", 1, None, "trained"))
+        for pair, scopes in content["comparisons"].items():
+            for scope, c in scopes.items():
+                interval = "spread is the 95% interval of a paired bootstrap over prompts; " + note
+                shifted = [edge - 1 for edge in c["ratio_interval"]]
+                rows.append((f"margin/{target}@{steps}/{pair}/{temperature}/{scope}", c["ratio"] - 1, "ratio of average tau minus 1", 1, shifted, interval))
+                if c["ratio_accepted"] is not None:
+                    accepted = (c["ratio_accepted"], "ratio of average (tau - 1)", 1, c["ratio_accepted_interval"], interval)
+                    rows.append((f"ratio_accepted/{target}@{steps}/{pair}/{temperature}/{scope}", *accepted))
+        for entry in content.get("decoding", []):
+            rows += _decoding_entries(entry, target, temperature, f"{results['dtype']}, {entry['prompts']} prompts, {entry['tokens']} tokens; {note}")
     return rows
+
+
+def _tau_entries(variant: dict, prefix: str, temperature: str, note: str) -> list[tuple]:
+    rows = []
+    seeds = len(variant["folders"])
+    for scope in ("full", "onset"):
+        scored = {name: entry for name, entry in variant["benchmarks"].items() if "tau_pooled" in entry[scope]}
+        for name, entry in scored.items():
+            taus = entry[f"{scope}_by_seed"]
+            rows.append((f"{prefix}/{name}/{temperature}/{scope}", entry[scope]["tau_pooled"], "tokens/round", seeds, [min(taus), max(taus)], note))
+        if scored:  # otherwise no answer has a round in this scope
+            taus = variant[f"{scope}_average_tau_by_seed"]
+            rows.append((f"{prefix}/avg/{temperature}/{scope}", variant[f"{scope}_average_tau"], "tokens/round", seeds, [min(taus), max(taus)], note))
+    return rows
+
+
+def _decoding_entries(entry: dict, target: str, temperature: str, note: str) -> list[tuple]:
+    name = entry["method"] if entry["method"] == "plain" else f"{entry['method']}-{entry['drafts']}drafts-{entry['policy']}"
+    prefix = f"decode/{target}/b{entry['batch_size']}/{name}/{temperature}"
+    text = f"text {entry['state']}" + (f" ({entry['identical']}/{entry['prompts']} equal)" if entry["identical"] is not None else "")
+    figures = [("tokens_per_s", "tokens/s"), ("speedup", "times plain decoding"), ("tau", "tokens/round")]
+    return [(f"{prefix}/{key}", entry[key], unit, 1, None, f"{text}; {note}") for key, unit in figures if entry[key] is not None]
 
 
 def run_entries(label: str, run: Path, *, target: str, note: str) -> list[tuple[str, float, str, int, list[float] | None, str]]:

@@ -15,7 +15,7 @@ from dspine_jax.drafter_io import save_drafter
 from dspine_jax.generation import generate
 from dspine_jax.speculative import Decoder, DecodeSettings
 from dspine_jax.target_io import load_target, read_target_config
-from serve import evaluate
+from serve import benchmarks, evaluate
 from train.data import Manifest, write_dataset
 
 
@@ -52,8 +52,9 @@ def test_two_methods_with_seeds_on_two_benchmarks(files, capsys):
     drafters = ["--drafter", str(files / "a"), "--drafter", f"dspine={files / 'b0'}", "--drafter", f"dspine={files / 'b1'}", "--batch-size", "2"]
     assert evaluate.main(arguments(files, *drafters)) == 0
     results = json.loads((files / "out" / "results.json").read_text())
+    assert results["environment"]["versions"]["jax"] and set(results["temperatures"]) == {"T0"}
+    results = results["temperatures"]["T0"]
     assert set(results["methods"]) == {"dflash", "dspine"} and set(results["comparisons"]) == {"dspine_over_dflash"}
-    assert results["environment"]["versions"]["jax"]
     dspine = results["methods"]["dspine"]
     assert len(dspine["folders"]) == 2 and len(dspine["full_average_tau_by_seed"]) == 2
     for method in results["methods"].values():
@@ -73,7 +74,7 @@ def test_two_methods_with_seeds_on_two_benchmarks(files, capsys):
 def test_one_folder_and_fewer_prompts(files):
     extra = ["--drafter", str(files / "a"), "--prompts", "1"]
     assert evaluate.main([*arguments(files, *extra), "--data", str(files / "data" / "first")]) == 0
-    (entry,) = json.loads((files / "out" / "results.json").read_text())["methods"]["dflash"]["benchmarks"].values()
+    (entry,) = json.loads((files / "out" / "results.json").read_text())["temperatures"]["T0"]["methods"]["dflash"]["benchmarks"].values()
     assert entry["full"]["prompts"] == 1
 
 
@@ -138,7 +139,7 @@ def test_answers_without_a_round_count_nowhere_and_break_nothing(files, tmp_path
         warnings.simplefilter("error", RuntimeWarning)  # a mean of nothing would be NaN
         assert evaluate.main([*arguments(files, *drafters), "--data", str(tmp_path)]) == 0
         assert evaluate.main([*arguments(files, *drafters), "--data", str(tmp_path / "over"), "--output", str(tmp_path / "none")]) == 0
-    results = json.loads((files / "out" / "results.json").read_text(), parse_constant=pytest.fail)
+    results = json.loads((files / "out" / "results.json").read_text(), parse_constant=pytest.fail)["temperatures"]["T0"]
     dflash = results["methods"]["dflash"]
     rounds = {scope: {name: entry[scope]["rounds"] for name, entry in dflash["benchmarks"].items()} for scope in ("full", "onset")}
     assert rounds["full"]["over"] == rounds["onset"]["over"] == rounds["onset"]["loops"] == 0 < rounds["full"]["loops"]
@@ -146,15 +147,15 @@ def test_answers_without_a_round_count_nowhere_and_break_nothing(files, tmp_path
     assert {name: entry["loop_share"] for name, entry in dflash["benchmarks"].items()} == {"mixed": 0.5, "loops": 1.0, "over": 0.0}
     assert dflash["onset_average_tau"] == dflash["benchmarks"]["mixed"]["onset"]["tau_pooled"] == dflash["onset_average_tau_by_seed"][0]
     assert set(results["comparisons"]["dspine_over_dflash"]) == {"full", "onset"}
-    nothing = json.loads((tmp_path / "none" / "results.json").read_text(), parse_constant=pytest.fail)
+    nothing = json.loads((tmp_path / "none" / "results.json").read_text(), parse_constant=pytest.fail)["temperatures"]["T0"]
     assert nothing["methods"]["dflash"]["full_average_tau"] is None and nothing["comparisons"] == {"dspine_over_dflash": {}}
-    assert "| dflash | - | - | - |" in (tmp_path / "none" / "results.md").read_text()
+    assert "| dflash | - | - | - | - |" in (tmp_path / "none" / "results.md").read_text()
 
 
 def test_answers_in_several_pieces_are_refused():
     with pytest.raises(ValueError, match="row 0: the answer is not one run"):
-        evaluate.answer_spans(np.array([[0, 1, 0, 1]]), np.array([4]))
-    assert evaluate.answer_spans(np.array([[0, 0, 1, 1, 0]]), np.array([4])) == [(2, 4)]
+        benchmarks.answer_spans(np.array([[0, 1, 0, 1]]), np.array([4]))
+    assert benchmarks.answer_spans(np.array([[0, 0, 1, 1, 0]]), np.array([4])) == [(2, 4)]
 
 
 def test_sizes_must_be_positive(files):

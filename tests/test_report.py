@@ -19,12 +19,17 @@ def evaluation(tau: float) -> dict:
         entry = {"full": {"tau_pooled": value}, "onset": {"tau_pooled": value}, "full_by_seed": [value], "onset_by_seed": [value]}
         methods[method] = {
             "folders": ["a"],
+            "policy": "greedy",
             "parameters": {"total": 10_000_000, "injection": 0},
             "benchmarks": {name: entry for name in report.BENCHMARKS},
             **{f"{scope}_average_tau{suffix}": [value] if suffix else value for scope in ("full", "onset") for suffix in ("", "_by_seed")},
         }
     margin = {"ratio": tau / 2, "ratio_interval": [1.1, 1.2], "ratio_accepted": tau - 1, "ratio_accepted_interval": [1.2, 1.3]}
-    return {"methods": methods, "comparisons": {"dspine_over_dflash": {"full": margin, "onset": margin}}, "environment": ORIGIN}
+    comparisons = {"dspine_over_dflash": {"full": margin, "onset": margin}}
+    decoding = {"method": "dspine", "policy": "greedy", "drafts": 7, "batch_size": 1, "prompts": 4, "tokens": 99, "state": "identical", "identical": 4}
+    decoding |= {"tokens_per_s": 100.0, "speedup": 1.5, "tau": tau}
+    content = {"methods": methods, "comparisons": comparisons, "decoding": [decoding, decoding | {"tokens_per_s": None, "speedup": None, "drafts": 3}]}
+    return {"temperatures": {"T0": content}, "dtype": "float32", "environment": ORIGIN}
 
 
 @pytest.fixture
@@ -59,6 +64,14 @@ def test_newer_figures_replace_older_ones_in_the_tables_and_older_ones_stay(root
     values = [e["value"] for e in json.loads((root / "docs" / "results.json").read_text()) if e["id"] == "tau/t/dspine@9/avg/T0/full"]
     assert values == [2.5, 2.75]
     assert "tau +37.5% [+10.0%, +20.0%], tau - 1 x1.750 [1.200, 1.300]" in text
+
+
+def test_decoding_speeds_are_recorded_and_withheld_ones_are_not(root: Path):
+    assert run(root, 2.5) == 0
+    figures = {e["id"]: e for e in json.loads((root / "docs" / "results.json").read_text()) if e["id"].startswith("decode/")}
+    assert figures["decode/t/b1/dspine-7drafts-greedy/T0/speedup"]["value"] == 1.5
+    assert "text identical (4/4 equal)" in figures["decode/t/b1/dspine-7drafts-greedy/T0/tokens_per_s"]["note"]
+    assert {id_ for id_ in figures if "3drafts" in id_} == {"decode/t/b1/dspine-3drafts-greedy/T0/tau"}
 
 
 def test_a_stale_readme_fails_the_check(root: Path):

@@ -1,0 +1,38 @@
+"""Prompts from JSONL files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def read_prompts(path: Path) -> list[list[dict[str, str]]]:
+    """Conversations of a JSONL file: "prompt" (text), "turns" (texts of the user; the first is used) or "messages".
+
+    Raises FileNotFoundError, or ValueError naming file and line.
+    """
+    conversations = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):  # splitlines would break at U+2028
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+        row = row if isinstance(row, dict) else {}
+        messages, turns = row.get("messages"), row.get("turns")
+        if isinstance(row.get("prompt"), str):
+            conversations.append([{"role": "user", "content": row["prompt"]}])
+        elif isinstance(turns, list) and turns and isinstance(turns[0], str):
+            conversations.append([{"role": "user", "content": turns[0]}])
+        elif isinstance(messages, list) and messages and all(_is_message(message) for message in messages):
+            conversations.append(messages)
+        else:
+            raise ValueError(f'{path}, line {number}: needs "prompt" (text), "turns" (list of texts) or "messages" (list of role and content)')
+    if not conversations:
+        raise ValueError(f"{path} holds no prompt")
+    return conversations
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
