@@ -26,8 +26,8 @@ Written to --output: results.json (with every round), results.md, a PNG for each
 Exit code 1: real decoding gave other text than plain greedy decoding where no near tie explains it."""
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """Every option of ``dspine-evaluate``."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("dspine-evaluate", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("--target", required=True, help="HF folder or GGUF file")
@@ -49,6 +49,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="compute precision (default bfloat16)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts at a time in replay and generation (default 8)")
     parser.add_argument("--anchors-per-chunk", type=int, default=16, help="anchors of a prompt whose logits exist at one time (default 16)")
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check the command line."""
+    parser = build_parser()
     args = parser.parse_args(argv)
     for name in ("prompts", "batch_size", "anchors_per_chunk", "max_new_tokens", "decode_batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -165,6 +171,10 @@ class Evaluation:
         count = sum(len(b.prompts) for b in self.benchmarks)
         work = sum(count * len(self.policies(drafter, sampling)) for sampling in self.samplings for _, _, drafter, _ in self.drafters)
         work += sum(count for sampling in self.samplings if not (sampling.greedy and self.args.data))
+        decoded = sum(len(b.prompts[: self.args.decode]) for b in self.benchmarks)
+        by_method = {label: drafter for label, _, drafter, _ in self.drafters}
+        runs = [len(self.decode_drafts) * sum(len(self.policies(drafter, s)) for drafter in by_method.values()) + 1 for s in self.samplings]
+        work += decoded * sum(runs)
         head = {"target": str(self.args.target), "dtype": self.args.dtype, "environment": environment(), "max_new_tokens": self.args.max_new_tokens}
         with tqdm(total=work, unit="prompt", mininterval=0.5 if sys.stderr.isatty() else 30) as self.progress:
             return head | {"temperatures": {f"T{sampling.temperature:g}": self.score(sampling) for sampling in self.samplings}}

@@ -24,8 +24,8 @@ UNSUPPORTED = (
 ).split()
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; sampling options that are not computed are refused by name."""
+def build_parser() -> argparse.ArgumentParser:
+    """Every option of ``dspine-generate``."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("dspine-generate", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("prompt", nargs="?", help="the user's message")
@@ -46,6 +46,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="also decode plainly at temperature 0 and compare; exit 1 on a difference")
     parser.add_argument("--no-baseline", action="store_true", help="skip the plain run that the speed-up is measured against")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on standard output")
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; sampling options that are not computed are refused by name."""
+    parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     for option in unknown:
         name = option.split("=")[0]

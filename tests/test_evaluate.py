@@ -161,3 +161,134 @@ def test_answers_in_several_pieces_are_refused():
 def test_sizes_must_be_positive(files):
     with pytest.raises(SystemExit):
         evaluate.parse_args(arguments(files, "--drafter", "x", "--batch-size", "0"))
+
+
+# ---- temperatures, real decoding, parts ----------------------------------------------------------
+
+
+def test_two_temperatures_and_real_decoding(files, tmp_path, capsys):
+    """Replay and decode loop agree to the last round in fp32; sampled text is scored under every policy a drafter serves."""
+    drafters = ["--drafter", str(files / "a"), "--drafter", str(files / "b0")]
+    extra = ["--temperature", "0", "1", "--max-new-tokens", "16", "--decode", "2", "--output", str(tmp_path)]
+    assert evaluate.main([*arguments(files, *drafters), *extra]) == 0
+    results = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)["temperatures"]
+    assert set(results) == {"T0", "T1"}
+    assert {label: set(by_policy) for label, by_policy in results["T1"]["policies"].items()} == {
+        "dflash": {"own", "point_mass"},
+        "dspine": {"own", "tail_mixed", "point_mass"},
+    }
+    for method in results["T1"]["methods"].values():
+        assert method["full_average_tau"] >= max(other["full_average_tau"] for other in method["other_policies"].values())
+    greedy = [e for e in results["T0"]["decoding"] if e["method"] != "plain"]
+    assert {(e["method"], e["drafts"]) for e in greedy} == {("dflash", 3), ("dspine", 3)}
+    for entry in greedy:
+        assert (entry["state"], entry["identical"]) == ("identical", 4)
+        assert entry["tau"] == pytest.approx(entry["replay_tau"], abs=0)
+    assert all(e["state"] == "sampled" and e["tau"] >= 1 for e in results["T1"]["decoding"] if e["method"] != "plain")
+    for temperature in ("T0", "T1"):
+        assert (tmp_path / f"acceptance_{temperature}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    text = capsys.readouterr().out
+    for words in ("### tau, temperature 1, full text", "### real decoding, temperature 0", "dspine, average tau by policy: own", "Answers cut by the cap"):
+        assert words in text
+
+
+def test_fewer_drafts_a_round_are_decoded_and_replayed_alike(files, tmp_path):
+    extra = ["--drafter", str(files / "b0"), "--max-new-tokens", "16", "--decode", "3", "--decode-drafts", "2", "1", "--decode-batch-size", "2"]
+    assert evaluate.main([*arguments(files), *extra, "--output", str(tmp_path)]) == 0
+    _, two, one = json.loads((tmp_path / "results.json").read_text())["temperatures"]["T0"]["decoding"]
+    assert (two["drafts"], one["drafts"]) == (2, 1) and one["tau"] <= 2
+    assert [e["tau"] for e in (two, one)] == [pytest.approx(e["replay_tau"], abs=0) for e in (two, one)]
+
+
+def test_finished_parts_are_taken_over_and_those_of_other_inputs_are_not(files, tmp_path, monkeypatch):
+    extra = ["--drafter", str(files / "a"), "--output", str(tmp_path)]
+    calls = []
+    real = evaluate.replay_benchmark
+    monkeypatch.setattr(evaluate, "replay_benchmark", lambda *a, **k: calls.append(1) or real(*a, **k))
+
+    def interrupted(*a, **k):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return real(*a, **k)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "replay_benchmark", interrupted)
+        assert evaluate.main([*arguments(files), *extra]) == 130
+    assert not (tmp_path / "results.json").exists()
+    calls.clear()
+    assert evaluate.main([*arguments(files), *extra]) == 0
+    assert len(calls) == 1  # of two benchmarks one was done
+    first = json.loads((tmp_path / "results.json").read_text())
+    calls.clear()
+    assert evaluate.main([*arguments(files), *extra]) == 0
+    again = json.loads((tmp_path / "results.json").read_text())
+    assert not calls and first["temperatures"] == again["temperatures"]
+    assert evaluate.main([*arguments(files), "--drafter", str(files / "b0"), "--output", str(tmp_path)]) == 0
+    assert evaluate.main([*arguments(files), "--drafter", f"dflash={files / 'b0'}", "--output", str(tmp_path)]) == 0
+    assert len(calls) == 4  # the same label with other weights is scored anew
+
+
+def test_prompts_from_jsonl_are_continued_by_the_target(files, tmp_path, monkeypatch):
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "letters.jsonl").write_text('{"prompt": "abc"}\n{"turns": ["de"]}\n')
+    monkeypatch.setattr(benchmarks, "load_tokenizer", lambda *a: None)
+    monkeypatch.setattr(benchmarks, "chat_ids", lambda tokenizer, messages: [4 + ord(c) - ord("a") for c in messages[-1]["content"]])
+    base = ["--target", str(files / "target"), "--dtype", "float32", "--drafter", str(files / "a"), "--max-new-tokens", "9"]
+    assert evaluate.main([*base, "--benchmarks", str(tmp_path / "prompts"), "--output", str(tmp_path / "out")]) == 0
+    (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["temperatures"]["T0"]["methods"]["dflash"]["benchmarks"].values()
+    decoder = Decoder(load_target(files / "target", dtype=jnp.float32), None, DecodeSettings(0, stop_ids=(2,)))
+    answers = generate(decoder, [[4, 5, 6], [7, 8]], max_new_tokens=9)
+    assert entry["full"]["tokens"] == sum(len(a.tokens) - 1 for a in answers)
+
+
+def test_text_that_differs_fails_and_shows_no_speed(files, tmp_path, monkeypatch, capsys):
+    """L22: a benchmark whose text is not that of plain decoding exits non-zero."""
+    from dspine_jax import speculative
+
+    def careless(draft, logits_BKV):
+        choice_BK = jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32)
+        accepted_B = jnp.full(choice_BK.shape[:1], draft.tokens_BJ.shape[1])
+        return accepted_B, jnp.take_along_axis(choice_BK, accepted_B[:, None], axis=1)[:, 0]
+
+    monkeypatch.setattr(speculative, "judge_greedy", careless)
+    speculative._run_rounds.clear_cache()
+    extra = ["--drafter", str(files / "a"), "--output", str(tmp_path), "--max-new-tokens", "16", "--decode", "2"]
+    assert evaluate.main([*arguments(files), *extra]) == 1
+    speculative._run_rounds.clear_cache()
+    assert "no near tie explains it" in capsys.readouterr().err
+    entry = json.loads((tmp_path / "results.json").read_text())["temperatures"]["T0"]["decoding"][1]
+    assert entry["state"] == "differs" and entry["identical"] < 4 and entry["tokens_per_s"] is None and entry["speedup"] is None
+    assert "text differs from plain greedy decoding" in (tmp_path / "results.md").read_text()
+
+
+def test_a_looping_target_is_flagged_and_shows_no_speed(files, tmp_path):
+    """L22: the text is one token hundreds of times, which is easy to draft."""
+    config = json.loads((files / "target" / "config.json").read_text())
+    from safetensors.numpy import load_file, save_file
+
+    (tmp_path / "target").mkdir()
+    tensors = load_file(files / "target" / "model.safetensors")
+    tensors["lm_head.weight"] = np.zeros_like(tensors["lm_head.weight"])  # every logit equal: always the lowest id
+    save_file(tensors, tmp_path / "target" / "model.safetensors")
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "target" / "tokenizer.json").write_bytes((files / "target" / "tokenizer.json").read_bytes())
+    extra = ["--target", str(tmp_path / "target"), "--drafter", str(files / "a"), "--output", str(tmp_path), "--max-new-tokens", "60", "--decode", "2"]
+    assert evaluate.main([*arguments(files), *extra]) == 0
+    for entry in json.loads((tmp_path / "results.json").read_text())["temperatures"]["T0"]["decoding"]:
+        assert entry["longest_repeat"] == 59 and entry["looped_share"] > 0.9
+        assert entry["tokens_per_s"] is None and entry["speedup"] is None and "loop onset" in entry["withheld"]
+    assert "Speed withheld" in (tmp_path / "results.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "extra, words",
+    [
+        (["--decode-drafts", "4", "--decode", "1"], "must lie in 1..3"),
+        (["--temperature", "-1"], "temperature -1.0"),
+        (["--temperature", "1", "--top-p", "0"], "top_p 0.0"),
+    ],
+)
+def test_settings_that_cannot_be_scored_are_refused(files, tmp_path, capsys, extra, words):
+    assert evaluate.main([*arguments(files, "--drafter", str(files / "a")), "--output", str(tmp_path), *extra]) == 2
+    assert words in capsys.readouterr().err

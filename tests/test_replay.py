@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
+from scipy.stats import chi2_contingency
 
 from dspine_jax.acceptance import acceptance_statistics, paired_bootstrap
 from dspine_jax.drafter import Drafter
 from dspine_jax.generation import generate
-from dspine_jax.replay import Round, loop_onset, make_drafting, walk_rounds
+from dspine_jax.replay import Round, longest_repeat, loop_onset, make_accept_odds, make_drafting, walk_rounds, walk_sampled_rounds
+from dspine_jax.sampling import SamplingConfig
 from dspine_jax.selection import anchor_features, select_greedy
 from dspine_jax.speculative import Decoder, DecodeSettings
 
@@ -205,6 +207,58 @@ def test_replay_gives_the_rounds_of_a_literal_simulation(method, block_size, see
     assert min(accepted) == 0 and max(accepted) == block_size - 1, "otherwise too little was compared"
     assert {("stop", "draft"), ("cap", "draft")} <= endings
     assert shifted, "drafts taken one anchor too early must be noticed"
+
+
+def two_sample_p_value(ours: list[int], theirs: list[int]) -> float:
+    """Chi-square p-value that two lists of counts follow one law; rare counts are merged."""
+    both = np.bincount(ours + theirs)
+    table = np.array([np.bincount(x, minlength=len(both)) for x in (ours, theirs)])
+    common = both >= 20
+    table = np.concatenate([table[:, common], table[:, ~common].sum(1, keepdims=True)], axis=1)
+    return float(chi2_contingency(table[:, table.sum(0) > 0]).pvalue)
+
+
+@pytest.mark.parametrize("method, policy", [("dflash", "own"), ("dspine", "own"), ("dspine", "tail_mixed"), ("dspine", "point_mass")])
+def test_sampled_replay_follows_the_law_of_the_decode_loop(target, method, policy):
+    """Accepted drafts of the first round, and rounds of a whole answer, over 1,500 answers each; the wrong law is noticed."""
+    drafter, sampling, rows = untrained(target, method, 5), SamplingConfig(0.8), 1500
+    prompts = [[4, 5, 6]] * rows
+    plain = generate(Decoder(target, None, DecodeSettings(0, sampling)), prompts, max_new_tokens=12, seed=1)
+    decoded = generate(Decoder(target, drafter, DecodeSettings(4, sampling, policy)), prompts, max_new_tokens=12, seed=2)
+    tokens_BS = np.array([prompt + answer.tokens for prompt, answer in zip(prompts, plain)])
+    anchors_BN = np.broadcast_to(3 + np.arange(11), (rows, 11))
+    uniforms_BT = np.random.default_rng(3).uniform(size=(rows, 12))
+
+    def replayed(sampling):
+        odds = make_accept_odds(drafter, target, sampling, policy, dtype=jnp.float32, anchors_per_chunk=11)
+        return [walk_sampled_rounds(odds_TJ, uniforms_T, 12) for odds_TJ, uniforms_T in zip(np.asarray(odds(tokens_BS, anchors_BN)), uniforms_BT)]
+
+    def p_values(rounds):
+        theirs = [answer.rounds for answer in decoded]
+        statistics = (lambda walk: walk[0].accepted, lambda walk: walk[1].accepted, len)
+        return [two_sample_p_value([s(walk) for walk in rounds], [s(walk) for walk in theirs]) for s in statistics]
+
+    assert min(p_values(replayed(sampling))) > 1e-3
+    if policy != "point_mass":  # whose odds know no law
+        assert min(p_values(replayed(SamplingConfig(0.3)))) < 1e-5
+    accepted = [r.accepted for answer in decoded for r in answer.rounds]
+    assert min(accepted) == 0 and max(accepted) >= 2
+
+
+def test_sampled_rounds_by_hand():
+    """A uniform below the odds accepts; the last round is cut at the end of the answer, without a bonus."""
+    odds_TJ = np.array([[0.9, 0.5, 0.9], [1.0, 1.0, 1.0], [0.2, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    uniforms_T = np.array([0.0, 0.8, 0.6, 0.1, 0.1])
+    assert walk_sampled_rounds(odds_TJ, uniforms_T, 5) == [Round(0, 3, 1, 2), Round(2, 2, 2, 2)]
+    assert walk_sampled_rounds(odds_TJ, uniforms_T, 5, end=2) == [Round(0, 1, 1, 1)]
+    assert walk_sampled_rounds(odds_TJ[:0], uniforms_T[:1], 1) == []
+
+
+def test_longest_repeat_counts_tokens_that_repeat_at_a_fixed_distance():
+    assert longest_repeat(np.array([1, 2, 3, 4])) == 0
+    assert longest_repeat(np.full(30, 7)) == 29
+    assert longest_repeat(np.array([9, 1, 2, 1, 2, 1, 2, 5, 7])) == 4
+    assert longest_repeat(np.array([5])) == longest_repeat(np.array([], int)) == 0
 
 
 def test_rounds_do_not_depend_on_how_many_run_in_one_call(target):

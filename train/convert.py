@@ -29,7 +29,8 @@ NEEDED = ("tokens", "prompt_pad", "answer_len")
 SINGLE_PROMPT_COLUMNS, BENCHMARK_PROMPT_COLUMNS = 256, 512
 
 
-def _parse_args(argv: list[str] | None) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
+    """Every option of ``dspine-convert``."""
     parser = argparse.ArgumentParser(
         prog="dspine-convert", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -45,6 +46,11 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--template-mode", help="chat template mode of the prompts, kept in the manifest")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer file; its name and sha256 are kept in the manifest")
     parser.add_argument("--overwrite", action="store_true", help="replace the datasets in folders that are not empty")
+    return parser
+
+
+def _parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = build_parser()
     args = parser.parse_args(argv)
     for name in ("limit", "vocab_size", "prompt_columns"):
         value = getattr(args, name)

@@ -13,17 +13,18 @@ EPILOG = """examples:
 The same command in the same workdir resumes at the last complete checkpoint."""
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
+    """Every option of ``dspine-train``."""
     parser = argparse.ArgumentParser("dspine-train", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="Python file that defines `config = TrainConfig(...)`")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config field by its dotted name; repeatable")
     parser.add_argument("--print-config", action="store_true", help="print the config as JSON and stop")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Console entry point. Returns 0, 2 for bad input or a file error, 3 for a run stopped by non-finite numbers, 130 for Ctrl-C."""
-    args = parse_args(argv)
+    args = build_parser().parse_args(argv)
     # JAX is imported only now, so --help and argument errors answer at once.
     from dspine_jax.config_io import apply_overrides, config_to_dict, load_config
 
