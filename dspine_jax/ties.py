@@ -12,8 +12,8 @@ from flax import nnx
 
 from dspine_jax.target import Target
 
-# Largest top-2 margin, in nats, at which bfloat16 texts of one target were seen to part (docs/lossless.md), rounded up.
-BFLOAT16_MARGIN = 0.5
+# Bound on the gap at which bfloat16 texts may part, in logits: twice the largest one measured on a real target (docs/lossless.md).
+BFLOAT16_GAP = 1.0
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -25,20 +25,33 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "dtype"))
-def _margins(state, tokens_BS, last_B, *, graph, dtype):
+def _last_logits(state, tokens_BS, last_B, *, graph, dtype):
     target = nnx.merge(graph, state)
     hidden_BSD = target(tokens_BS, dtype=dtype).hidden_BTD
-    logits_BV = target.logits(jnp.take_along_axis(hidden_BSD, last_B[:, None, None], axis=1)[:, 0])
-    best_B2 = jax.lax.top_k(logits_BV, 2)[0]
-    return best_B2[:, 0] - best_B2[:, 1]
+    return target.logits(jnp.take_along_axis(hidden_BSD, last_B[:, None, None], axis=1)[:, 0])
 
 
-def top2_margins(target: Target, contexts: Sequence[Sequence[int]], *, dtype, width: int) -> list[float]:
-    """Best minus second best fp32 logit of the token after each context (token ids, at most ``width``), computed in ``dtype``."""
+def parting_gaps(
+    target: Target, prompts: Sequence[Sequence[int]], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], *, dtype
+) -> list[float]:
+    """For each pair of texts that part: how far the worse of the two first differing tokens lies below the best logit there.
+
+    The logits are the target's, teacher-forced on the common beginning in ``dtype``; the two best ones are never further apart than
+    this gap. Infinite where one text ends inside the other.
+    """
     graph, state = nnx.split(target)
-    margins = []
-    for context in contexts:
+    width = max(len(p) + max(len(a), len(b)) for p, a, b in zip(prompts, ours, theirs))
+    gaps = []
+    for prompt, a, b in zip(prompts, ours, theirs):
+        index = first_difference(a, b)
+        if index is None:
+            continue
+        if index == min(len(a), len(b)):
+            gaps.append(float("inf"))
+            continue
+        context = [*prompt, *a[:index]]
         tokens_BS = np.zeros((1, width), np.int32)
         tokens_BS[0, : len(context)] = context
-        margins.append(float(_margins(state, jnp.asarray(tokens_BS), jnp.array([len(context) - 1]), graph=graph, dtype=jnp.dtype(dtype))[0]))
-    return margins
+        logits_V = _last_logits(state, jnp.asarray(tokens_BS), jnp.array([len(context) - 1]), graph=graph, dtype=jnp.dtype(dtype))[0]
+        gaps.append(float(logits_V.max() - jnp.minimum(logits_V[a[index]], logits_V[b[index]])))
+    return gaps

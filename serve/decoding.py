@@ -15,7 +15,7 @@ from dspine_jax.replay import Round, longest_repeat, loop_onset, make_drafting, 
 from dspine_jax.sampling import SamplingConfig
 from dspine_jax.speculative import Decoder, DecodeSettings
 from dspine_jax.target import Target
-from dspine_jax.ties import BFLOAT16_MARGIN, first_difference, top2_margins
+from dspine_jax.ties import BFLOAT16_GAP, parting_gaps
 from serve.scoring import plain_rounds
 
 MOST_LOOPING = 0.5  # share of tokens after the loop onset above which a speed says nothing of real text
@@ -88,18 +88,15 @@ def _replay_tau(drafter: Drafter, target: Target, prompts: list[list[int]], answ
 
 
 def _proof(target: Target, prompts: list[list[int]], ours: list[list[int]], plain: list[list[int]], dtype: str) -> dict:
-    """How many texts equal plain decoding, and the target's top-2 margins where the others part.
+    """How many texts equal plain decoding, and how near a tie the target was where the others part.
 
-    state: 'identical'; 'near ties' when every difference starts at a margin within ``BFLOAT16_MARGIN`` in bfloat16; else 'differs'.
+    state: 'identical'; 'near ties' when every difference starts within ``BFLOAT16_GAP`` in bfloat16; else 'differs'.
     """
-    parting = [(i, first_difference(a, b)) for i, (a, b) in enumerate(zip(ours, plain))]
-    contexts = [prompts[i] + plain[i][:index] for i, index in parting if index is not None]
-    answer = {"identical": len(prompts) - len(contexts), "state": "identical"}
-    if contexts:
-        width = max(map(len, contexts))
-        answer["margins"] = top2_margins(target, contexts, dtype=jnp.dtype(dtype), width=width)
-        near = dtype == "bfloat16" and max(answer["margins"]) <= BFLOAT16_MARGIN
-        answer["state"] = "near ties" if near else "differs"
+    gaps = parting_gaps(target, prompts, ours, plain, dtype=dtype)
+    answer = {"identical": len(prompts) - len(gaps), "state": "identical"}
+    if gaps:
+        near = dtype == "bfloat16" and max(gaps) <= BFLOAT16_GAP
+        answer |= {"state": "near ties" if near else "differs", "gaps": [gap if np.isfinite(gap) else None for gap in gaps]}
     return answer
 
 

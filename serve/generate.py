@@ -202,18 +202,12 @@ def run(args: argparse.Namespace) -> tuple[dict, int]:
 
 
 def compare(target, prompts: list[list[int]], answers: list, plain_answers: list, dtype: str) -> dict:
-    """Whether the texts are those of plain greedy decoding; where not, the target's largest top-2 margin at the first difference."""
-    import jax.numpy as jnp
+    """Whether the texts are those of plain greedy decoding; where not, the largest gap in logits at a first difference."""
+    from dspine_jax.ties import parting_gaps
 
-    from dspine_jax.ties import first_difference, top2_margins
-
-    parting = [first_difference(a.tokens, b.tokens) for a, b in zip(answers, plain_answers)]
-    contexts = [prompt + answer.tokens[:index] for prompt, answer, index in zip(prompts, plain_answers, parting) if index is not None]
-    result: dict = {"matches_greedy": not contexts}
-    if contexts:
-        result["first_difference"] = parting if len(parting) > 1 else parting[0]
-        result["top2_margin"] = max(top2_margins(target, contexts, dtype=jnp.dtype(dtype), width=max(map(len, contexts))))
-    return result
+    gaps = parting_gaps(target, prompts, [a.tokens for a in answers], [b.tokens for b in plain_answers], dtype=dtype)
+    largest = max(gaps, default=0.0)
+    return {"matches_greedy": not gaps, "largest_gap": largest if largest < float("inf") else None}  # None: a text ends inside the other
 
 
 def report_answers(report: dict, answers: list, seconds: float | None, tokenizer, settings, *, single: bool) -> dict:
@@ -238,7 +232,7 @@ def report_answers(report: dict, answers: list, seconds: float | None, tokenizer
 
 def summary(report: dict, args: argparse.Namespace) -> str:
     """The last lines for a person."""
-    from dspine_jax.ties import BFLOAT16_MARGIN
+    from dspine_jax.ties import BFLOAT16_GAP
 
     lines = []
     if report["tau"] is not None and args.drafter and report["accepted_over_proposed"] is not None:
@@ -248,10 +242,10 @@ def summary(report: dict, args: argparse.Namespace) -> str:
     if report["speedup"] is not None:
         lines[-1] += f", plain {report['plain_tokens_per_s']:.1f}: {report['speedup']:.2f}x"
     if "matches_greedy" in report:
-        same = "identical to plain greedy decoding"
+        gap, same = report["largest_gap"], "identical to plain greedy decoding"
         if not report["matches_greedy"]:
-            same = f"DIFFERENT from plain greedy decoding, first where the target's best two tokens are {report['top2_margin']:.3f} nats apart"
-            if args.dtype == "bfloat16" and report["top2_margin"] <= BFLOAT16_MARGIN:
+            same = "DIFFERENT from plain greedy decoding, " + ("one text ends inside the other" if gap is None else f"first at a token {gap:.3f} below the best logit")
+            if args.dtype == "bfloat16" and gap is not None and gap <= BFLOAT16_GAP:
                 same += " (a near tie in bfloat16; --dtype float32 has none: docs/lossless.md)"
         lines.append(same)
     return "\n".join(lines)
