@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
+from typing import Literal
+
+import jinja2
+
+TemplateMode = Literal["thinking", "non-thinking", "unset"]
+TEMPLATE_MODES: tuple[str, ...] = typing.get_args(TemplateMode)
+_ENABLE_THINKING = {"thinking": {"enable_thinking": True}, "non-thinking": {"enable_thinking": False}, "unset": {}}
 
 
 def load_tokenizer(target: str | Path, tokenizer: str | Path | None = None):
@@ -22,12 +30,25 @@ def load_tokenizer(target: str | Path, tokenizer: str | Path | None = None):
     return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
 
-def chat_ids(tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation up to where the assistant's answer begins, from one render of the whole.
+def render_chat(tokenizer, messages: list[dict[str, str]], template_mode: str = "unset", *, open_answer: bool) -> str:
+    """The text of a whole conversation; with ``open_answer`` up to where the assistant's next answer begins.
 
-    Raises ValueError when the tokenizer has no chat template.
+    ``template_mode`` is what the template is told of reasoning: ``enable_thinking`` true, false, or not given. Raises ValueError
+    for an unknown mode, a tokenizer without a chat template, or a conversation that the template refuses.
     """
+    if template_mode not in TEMPLATE_MODES:
+        raise ValueError(f"template mode {template_mode!r} is not one of {', '.join(TEMPLATE_MODES)}")
     if not tokenizer.chat_template:
         raise ValueError("this tokenizer has no chat template; use --raw to give the text as it is")
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer.encode(text, add_special_tokens=False)
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=open_answer, tokenize=False, **_ENABLE_THINKING[template_mode])
+    except (jinja2.TemplateError, TypeError, AttributeError) as error:
+        raise ValueError(f"the chat template refuses this conversation: {error}") from error
+
+
+def chat_ids(tokenizer, messages: list[dict[str, str]], template_mode: str = "unset") -> list[int]:
+    """Token ids of a conversation up to where the assistant's answer begins, from one render of the whole.
+
+    Raises as ``render_chat``.
+    """
+    return tokenizer.encode(render_chat(tokenizer, messages, template_mode, open_answer=True), add_special_tokens=False)

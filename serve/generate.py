@@ -244,7 +244,8 @@ def summary(report: dict, args: argparse.Namespace) -> str:
     if "matches_greedy" in report:
         gap, same = report["largest_gap"], "identical to plain greedy decoding"
         if not report["matches_greedy"]:
-            same = "DIFFERENT from plain greedy decoding, " + ("one text ends inside the other" if gap is None else f"first at a token {gap:.3f} below the best logit")
+            where = "one text ends inside the other" if gap is None else f"first at a token {gap:.3f} below the best logit"
+            same = f"DIFFERENT from plain greedy decoding, {where}"
             if args.dtype == "bfloat16" and gap is not None and gap <= BFLOAT16_GAP:
                 same += " (a near tie in bfloat16; --dtype float32 has none: docs/lossless.md)"
         lines.append(same)

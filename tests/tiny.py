@@ -73,6 +73,22 @@ def write_target(folder: Path) -> Path:
     return folder
 
 
+def write_tokenizer(folder: Path) -> Path:
+    """A real tokenizer of 120 words in ``folder``: "w7" to "w119" are their own ids; 2 ends a text and "<mask>" is ``MASK_ID``. It has a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["<pad>", "<unk>", "<end>", "<mask>", "<user>", "<turn>", "<assistant>"]
+    words = names + [f"w{i}" for i in range(len(names), TARGET.num_tokens)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <turn> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template, "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    return folder
+
+
 def rows(count: int, width: int = WIDTH, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Random rows of unequal lengths: (tokens int32 [n,S], loss mask bool [n,S], lengths int32 [n])."""
     rng = np.random.default_rng(seed)
