@@ -95,6 +95,7 @@ def record(args: argparse.Namespace, path: Path) -> int:
     for text in args.run:
         label, _, run = text.partition("=")
         rows += run_entries(label, Path(run), target=args.target, note="medians over logged windows, input pipeline included; " + args.note)
+    rows = [row for row in rows if row[0].startswith(tuple(args.only) or "")]
     entries = json.loads(path.read_text()) if path.is_file() else []
     for id_, value, unit, runs, spread, note in rows:
         entry = {"id": id_, "value": round(value, 6), "unit": unit, **origin, "runs": runs, "note": note}
@@ -136,9 +137,53 @@ def acceptance_tables(figures: dict[str, dict]) -> list[str]:
             total, injection = (get(f"parameters/{target}/{method}/{part}", 1e6) for part in ("total", "injection"))
             step, rate, peak = (get(f"train/{target}/{method}/{name}") for name in ("step_s", "tokens_per_s", "peak_gib"))
             lines.append(f"| {NAMES[method]} | {total:.2f}M | {injection:.2f}M | {step * 1e3:.1f} ms | {rate / 1e3:.0f}k | {peak:.1f} GiB |")
-        versions = ", ".join(f"{name} {version}" for name, version in sample["versions"].items())
-        lines += ["", f"{sample['hardware']}, commit {sample['commit']}, {sample['date']}, {versions}. Reproduce: `{sample['command']}`", ""]
+        lines += ["", _origin(sample), ""]
     return lines
+
+
+def sampled_tables(figures: dict[str, dict]) -> list[str]:
+    """Markdown of tau at temperature 1, every target, method and policy that has figures."""
+    found = [(m[1], int(m[3]), m[2]) for m in (re.match(r"tau/([^/]+)/([^/@]+)@(\d+)/avg/T1/full$", id_) for id_ in figures) if m]
+    lines = []
+    for target, steps in sorted({(target, steps) for target, steps, _ in found}):
+        methods = [method for t, s, method in found if (t, s) == (target, steps)]
+        sample = figures[f"tau/{target}/{methods[0]}@{steps}/avg/T1/full"]
+        lines += [f"**{target}, {steps} steps, temperature 1.** {sample['note'].partition('; ')[2]}", ""]
+        lines += ["| method, policy | " + " | ".join(BENCHMARKS) + " | average | tau - 1 |", "|---" * (len(BENCHMARKS) + 3) + "|"]
+        for method in methods:
+            tau = lambda name: figures[f"tau/{target}/{method}@{steps}/{name}/T1/full"]  # noqa: B023, E731
+            policy = tau("avg")["note"].partition(";")[0].removeprefix("policy ")
+            cells = " | ".join(f"{tau(name)['value']:.2f}" for name in BENCHMARKS)
+            name = NAMES.get(method.partition("-")[0], method)
+            lines.append(f"| {name}, {policy} | {cells} | **{tau('avg')['value']:.3f}** | {tau('avg')['value'] - 1:.3f} |")
+        lines += ["", _origin(sample), ""]
+    return lines
+
+
+def decoding_tables(figures: dict[str, dict]) -> list[str]:
+    """Markdown of measured decoding speed: every target, temperature and batch size that has figures."""
+    found = [m.groups() for m in (re.match(r"decode/([^/]+)/b(\d+)/([^/]+)/T([^/]+)/tokens_per_s$", id_) for id_ in figures) if m]
+    lines = []
+    for target in dict.fromkeys(target for target, *_ in found):
+        lines += [f"**{target}, real decoding.** Plain decoding runs in the same loop; drafts a round and policy in the method's name.", ""]
+        lines += ["| temperature | batch | method | tau | tokens/s | speed-up | measured |", "|---" * 7 + "|"]
+        origins: list[str] = []
+        for temperature, batch, method in sorted((float(t), int(b), method) for name, b, method, t in found if name == target):
+            prefix = f"decode/{target}/b{batch}/{method}/T{temperature:g}"
+            speed = figures[f"{prefix}/tokens_per_s"]
+            value = lambda key, form: format(figures[f"{prefix}/{key}"]["value"], form) if f"{prefix}/{key}" in figures else "-"  # noqa: B023, E731
+            if _origin(speed) not in origins:
+                origins.append(_origin(speed))
+            cells = [f"{temperature:g}", batch, method, value("tau", ".2f"), value("tokens_per_s", ".0f"), value("speedup", ".2f")]
+            note = speed["note"].partition(";")[0].removeprefix("text ")
+            lines.append("| " + " | ".join(map(str, cells)) + f" | {note} [{origins.index(_origin(speed)) + 1}] |")
+        lines += [""] + [f"[{number}] {origin}" for number, origin in enumerate(origins, start=1)] + [""]
+    return lines
+
+
+def _origin(entry: dict) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
+    return f"{entry['hardware']}, commit {entry['commit']}, {entry['date']}, {versions}. Reproduce: `{entry['command']}`"
 
 
 def updated_readme(text: str, entries: list[dict]) -> str:
@@ -146,7 +191,9 @@ def updated_readme(text: str, entries: list[dict]) -> str:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"README.md must hold each of {BEGIN} and {END} once")
     head, rest = text.split(BEGIN)
-    return head + BEGIN + "\n" + "\n".join(acceptance_tables(newest(entries))) + END + rest.split(END)[1]
+    figures = newest(entries)
+    tables = acceptance_tables(figures) + sampled_tables(figures) + decoding_tables(figures)
+    return head + BEGIN + "\n" + "\n".join(tables) + END + rest.split(END)[1]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -155,6 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare only")
     parser.add_argument("--record", metavar="RESULTS.json", help="an evaluation's results.json to add to docs/results.json first")
     parser.add_argument("--run", action="append", default=[], metavar="METHOD=RUN", help="training workdir or metrics.jsonl whose speed to record; repeatable")
+    parser.add_argument("--only", action="append", default=[], metavar="PREFIX", help="record only ids that start with this, such as decode/; repeatable")
     parser.add_argument("--target", help="name of the target in ids, such as smollm2-135m")
     parser.add_argument("--steps", type=int, help="training steps, part of the ids")
     parser.add_argument("--command", help="command that reproduces the figures")
