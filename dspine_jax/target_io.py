@@ -1,4 +1,4 @@
-"""Loading a target from a Hugging Face folder or a GGUF file.
+"""Loading a target from a Hugging Face folder or a GGUF file, and writing one as a folder.
 
 Only safetensors and GGUF are read: both are plain data. Nothing in a folder is executed, and a
 setting that this port does not compute is refused by name rather than passed over.
@@ -7,15 +7,18 @@ setting that this port does not compute is refused by name rather than passed ov
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from safetensors.numpy import save_file
 
-from dspine_jax.checkpoint_io import SafetensorsFiles, load_tensors
+from dspine_jax.checkpoint_io import SafetensorsFiles, load_tensors, module_to_tensors
 from dspine_jax.config import TargetConfig
 from dspine_jax.gguf_io import GGUFTensors, gguf_tensor_name, read_gguf_config
 from dspine_jax.target import Target
@@ -66,6 +69,39 @@ def load_target(path: str | Path, *, dtype=jnp.bfloat16, sharding: Callable[[tup
     if config.tie_embeddings and "lm_head.weight" in tensors:
         _drop_tied_head(tensors)
     return load_tensors(_abstract_target(config, dtype), tensors, source=str(path), dtype=dtype, rename=_hf_tensor_name, sharding=sharding)
+
+
+def save_target(folder: str | Path, target: Target, *, dtype=jnp.bfloat16, template: dict | None = None) -> None:
+    """Write a target as a Hugging Face folder (config.json, model.safetensors) that ``load_target`` and transformers read.
+
+    ``template``: further keys of config.json, such as bos_token_id. A tokenizer is not written. The weights appear whole or not at all.
+    """
+    folder, c = Path(folder), target.config
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / ".model.safetensors.partial"
+    tensors = {_hf_tensor_name(name): np.ascontiguousarray(x.astype(jnp.dtype(dtype))) for name, x in module_to_tensors(target).items()}
+    save_file(tensors, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / "model.safetensors")
+    content = {
+        "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[c.family]],
+        "model_type": c.family,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_theta,
+        "tie_word_embeddings": c.tie_embeddings,
+        "max_position_embeddings": c.max_position_embeddings,
+        "eos_token_id": list(c.eos_token_ids),
+        "torch_dtype": jnp.dtype(dtype).name,
+    }
+    (folder / "config.json").write_text(json.dumps(content | (template or {}), indent=2) + "\n")
 
 
 def _abstract_target(config: TargetConfig, dtype) -> Target:
