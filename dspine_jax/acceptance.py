@@ -33,7 +33,7 @@ def acceptance_statistics(rounds_by_prompt: Sequence[Sequence[Round]], num_draft
         "tau_pooled": float(tokens.sum() / len(rounds)),
         "tau_per_request": float(np.mean(per_request)),
         "mean_accepted": float(accepted.mean()),
-        "accepted_over_proposed": float(accepted.sum() / proposed.sum()),
+        "accepted_over_proposed": float(accepted.sum() / proposed.sum()) if proposed.any() else None,  # None: plain decoding
         "accept_rate": survival,
         "cond_accept": conditional,
     }

@@ -16,7 +16,7 @@ _ENABLE_THINKING = {"thinking": {"enable_thinking": True}, "non-thinking": {"ena
 def load_tokenizer(target: str | Path, tokenizer: str | Path | None = None):
     """The tokenizer in an HF folder, in a GGUF file's own fields, or at an explicit folder.
 
-    Raises FileNotFoundError when a folder has no tokenizer.json. Code in a folder is never run.
+    Raises FileNotFoundError when a folder has no tokenizer.json, ValueError when its files are damaged. Code in a folder is never run.
     """
     path = Path(target if tokenizer is None else tokenizer)
     if path.is_file():
@@ -27,7 +27,10 @@ def load_tokenizer(target: str | Path, tokenizer: str | Path | None = None):
         raise FileNotFoundError(f"{path / 'tokenizer.json'} is missing; give a folder that holds one with --tokenizer")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the library lets whatever a damaged file causes pass
+        raise ValueError(f"{path}: no tokenizer can be made of the files there ({type(error).__name__}: {str(error).partition(chr(10))[0]})") from error
 
 
 def render_chat(tokenizer, messages: list[dict[str, str]], template_mode: str = "unset", *, open_answer: bool) -> str:

@@ -17,7 +17,7 @@ SMALLEST_BUCKET = 64
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """One answer: its tokens, its rounds (the first token comes from prefill), and 'stop' or 'length'."""
+    """One answer: its tokens, its rounds (the first token comes from prefill), and 'stop', 'length', or 'unfinished' while it grows."""
 
     tokens: list[int]
     rounds: list[Round]
@@ -50,8 +50,8 @@ def prompt_limits(lengths: Sequence[int], max_new_tokens: int, max_length: int |
 
 def read_rows(state: DecodeState, stop_ids: tuple[int, ...]) -> list[Generation]:
     """What each row of a decode state has produced so far."""
-    names = ("tokens_BT", "count_B", "rounds_B", "accepted_BT", "proposed_BT", "committed_BT")
-    tokens, count, rounds, accepted, proposed, committed = jax.device_get([getattr(state, name) for name in names])
+    names = ("tokens_BT", "count_B", "finished_B", "rounds_B", "accepted_BT", "proposed_BT", "committed_BT")
+    tokens, count, finished, rounds, accepted, proposed, committed = jax.device_get([getattr(state, name) for name in names])
     answers = []
     for b in range(len(count)):
         log, anchor = [], 0
@@ -59,7 +59,8 @@ def read_rows(state: DecodeState, stop_ids: tuple[int, ...]) -> list[Generation]
             log.append(Round(anchor, int(proposed[b, r]), int(accepted[b, r]), int(committed[b, r])))
             anchor += int(committed[b, r])
         row = [int(token) for token in tokens[b, : count[b]]]
-        answers.append(Generation(row, log, "stop" if row and row[-1] in stop_ids else "length"))
+        reason = "stop" if row and row[-1] in stop_ids else "length" if finished[b] else "unfinished"
+        answers.append(Generation(row, log, reason))
     return answers
 
 

@@ -50,10 +50,11 @@ def compare_decoding(evaluation, sampling: SamplingConfig) -> list[dict]:
 
     plain = decode(None, "", "plain", 0, "own")
     speed = lambda run: sum(map(len, run["tokens"])) / run["seconds"]  # noqa: E731
+    plain_speed = speed(plain)  # 0 where no prompt leaves room for a token
     common = {"batch_size": args.decode_batch_size, "prompts": len(prompts)}
     proof = {"state": "identical", "identical": len(prompts)} if sampling.greedy else {"state": "sampled", "identical": None}
     first = {"method": "plain", "policy": "-", "drafts": 0, "tau": None, "replay_tau": None, "speedup": 1.0}
-    entries = [_flagged(first | common | proof, plain, speed(plain))]
+    entries = [_flagged(first | common | proof, plain, plain_speed)]
     done = set()
     for label, _, drafter, weights in evaluation.drafters:
         if label in done:  # seeds of one method run equally fast
@@ -64,7 +65,7 @@ def compare_decoding(evaluation, sampling: SamplingConfig) -> list[dict]:
                 run = decode(drafter, weights, label, drafts, policy)
                 rounds = [[Round(*r) for r in by_prompt] for by_prompt in run["rounds"]]
                 entry = {"method": label, "policy": policy, "drafts": drafts, "tau": acceptance_statistics(rounds, drafts).get("tau_pooled")}
-                entry |= common | proof | {"replay_tau": None, "speedup": speed(run) / speed(plain), "rounds": run["rounds"]}
+                entry |= common | proof | {"replay_tau": None, "speedup": speed(run) / plain_speed if plain_speed else None, "rounds": run["rounds"]}
                 if sampling.greedy:
                     entry["replay_tau"] = _replay_tau(drafter, target, prompts, run["tokens"], drafts, args)
                     entry |= _proof(target, prompts, run["tokens"], plain["tokens"], args.dtype)
@@ -76,14 +77,15 @@ def _replay_tau(drafter: Drafter, target: Target, prompts: list[list[int]], answ
     """Tau of a replay over what was decoded, with as many drafts a round: in fp32 it equals the decoded one to the last round."""
     chunk = args.anchors_per_chunk
     width = max(len(p) + len(a) for p, a in zip(prompts, answers))
-    num_anchors = -(-max(map(len, answers)) // chunk) * chunk
+    num_anchors = max(1, -(-max(map(len, answers)) // chunk)) * chunk
     drafting = make_drafting(drafter, target, dtype=jnp.dtype(args.dtype), anchors_per_chunk=chunk)
     rounds = []
     for prompt, answer in zip(prompts, answers):
         tokens_BS, anchors_BN = np.zeros((1, width), np.int32), np.zeros((1, num_anchors), np.int32)
         tokens_BS[0, : len(prompt) + len(answer)] = prompt + answer
-        anchors_BN[0, : len(answer) - 1] = len(prompt) + np.arange(len(answer) - 1)
-        rounds.append(walk_rounds(np.array(answer), np.asarray(drafting(tokens_BS, anchors_BN))[0, : max(len(answer) - 1, 0), :drafts]))
+        count = max(len(answer) - 1, 0)
+        anchors_BN[0, :count] = len(prompt) + np.arange(count)
+        rounds.append(walk_rounds(np.array(answer), np.asarray(drafting(tokens_BS, anchors_BN))[0, :count, :drafts]))
     return acceptance_statistics(rounds, drafts).get("tau_pooled")
 
 

@@ -115,9 +115,9 @@ def replay_benchmark(
         for b, row in enumerate(rows):
             start, stop = len(prompts[row]), len(prompts[row]) + len(answers[row])
             tokens_BS[b, :start], tokens_BS[b, start:stop] = prompts[row], answers[row]
-            anchors_BN[b, : stop - 1 - start] = np.arange(start, stop - 1)
+            anchors_BN[b, : max(stop - 1 - start, 0)] = np.arange(start, stop - 1)
         judged_BNJ = np.asarray(judging(tokens_BS, anchors_BN))
-        judged.extend(judged_BNJ[b, : len(answers[row]) - 1] for b, row in enumerate(rows))
+        judged.extend(judged_BNJ[b, : max(len(answers[row]) - 1, 0)] for b, row in enumerate(rows))
         progress.update(len(rows))
     return judged
 
@@ -222,7 +222,7 @@ class Evaluation:
         shape = {
             "batch_size": self.args.batch_size,
             "width": up(max(p + a for p, a in lengths), 64),
-            "num_anchors": up(max(a for _, a in lengths), self.args.anchors_per_chunk),
+            "num_anchors": up(max(1, *(a for _, a in lengths)), self.args.anchors_per_chunk),
         }
         variants: dict = {}
         for label, folder, drafter, weights in self.drafters:

@@ -60,6 +60,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"unrecognized argument {option}")
     if (args.prompt is None) == (args.prompts is None):
         parser.error("give one prompt, or a file with --prompts")
+    if args.check and args.drafter is None:
+        parser.error("--check compares a drafter's text with plain decoding; give --drafter, or leave --check out")
     if args.check and args.temperature > 0:
         parser.error(f"--check compares with plain greedy decoding; it needs --temperature 0, not {args.temperature}")
     for name in ("max_new_tokens", "batch_size"):
@@ -92,6 +94,8 @@ class Stream:
             self._write(answer.tokens, begin, begin + r.accepted, colour, True)
             self._write(answer.tokens, begin + r.accepted, begin + r.tokens, colour, False)
         self.rounds = len(answer.rounds)
+        if answer.finish_reason != "unfinished":  # a limit may cut a character, whose beginning is shown as U+FFFD
+            self.out.write(self.tokenizer.decode(answer.tokens, skip_special_tokens=True)[self.written :])
         self.out.flush()
 
     def _write(self, tokens: list[int], begin: int, end: int, colour: int, bright: bool) -> None:
@@ -219,14 +223,15 @@ def report_answers(report: dict, answers: list, seconds: float | None, tokenizer
         "text": [tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers],
         "tokens": [answer.tokens for answer in answers],
         "finish_reason": [answer.finish_reason for answer in answers],
-        "prompt_tokens": report.pop("prompt_tokens"),
+        "prompt_tokens": report.pop("prompt_tokens")[: len(answers)],
     }
     if single:
         by_prompt = {key: value[0] if value else None for key, value in by_prompt.items()}
     report = by_prompt | {key: statistics.get(name) for key, name in (("tau", "tau_pooled"), ("rounds", "rounds"))} | report
     report["accepted_over_proposed"] = statistics.get("accepted_over_proposed") if settings.num_draft_tokens else None
     report["tokens_per_s"] = None if seconds is None else sum(len(answer.tokens) for answer in answers) / seconds
-    report["speedup"] = report["tokens_per_s"] / report["plain_tokens_per_s"] if seconds and "plain_tokens_per_s" in report else None
+    plain = report.get("plain_tokens_per_s")
+    report["speedup"] = report["tokens_per_s"] / plain if seconds and plain else None  # None also where no token was to be written
     return report
 
 

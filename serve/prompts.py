@@ -12,7 +12,11 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
     Raises FileNotFoundError, or ValueError naming file and line.
     """
     conversations = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):  # splitlines would break at U+2028
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error}); convert it first") from error
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would break at U+2028
         if not line.strip():
             continue
         try:

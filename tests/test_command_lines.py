@@ -1,0 +1,1230 @@
+"""Every option of the four command lines and every training setting does something (G01); unset means default (G04); dspine-generate as a whole.
+
+A row of a table gives two settings of one option and what must differ between them. A report that only repeats the
+option's value is no effect: rows look at text, rounds, arrays, shapes, files and exit codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import shlex
+import types
+import typing
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from dspine_jax import replay, speculative
+from dspine_jax.config import DataConfig, DrafterConfig, TargetConfig, TrainConfig
+from dspine_jax.config_io import read_config, save_config
+from dspine_jax.drafter import Drafter
+from dspine_jax.drafter_io import save_drafter
+from dspine_jax.generation import Generation
+from dspine_jax.sampling import SamplingConfig
+from dspine_jax.selection import transition_cache
+from dspine_jax.sharding import tree_shardings
+from dspine_jax.speculative import DecodeSettings
+from dspine_jax.target_io import read_target_config
+from serve import decoding, evaluate, generate, plots
+from train import convert, loop
+from train import main as training
+from train.data import Manifest, write_dataset
+from train.step import _initial_state, abstract_state, make_train_step
+
+SMALL = dataclasses.replace(
+    tiny.TARGET, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, intermediate_size=16, eos_token_ids=(2,), max_position_embeddings=64
+)
+WORDS = ["<pad>", "<unk>", "", "<mask>", "<user>", "<turn>", "<assistant>", *(f"w{i}" for i in range(7, 120))]  # as text; the end token is left out
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An option, two settings of it, and what must differ between them. {name} in a setting is a path of the ``files`` fixture."""
+
+    option: str
+    first: str
+    second: str
+    observe: Callable | tuple[Callable, ...]  # each of several must differ
+    common: str = ""  # beside both settings
+
+    def check(self, first, second) -> None:
+        for look in self.observe if isinstance(self.observe, tuple) else (self.observe,):
+            assert look(first) != look(second)
+
+
+def options(parser) -> set[str]:
+    """The name of every option and argument."""
+    return {(action.option_strings or [action.dest])[-1] for action in parser._actions}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiler():
+    """XLA without its slow passes: what is compiled here runs for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """Targets, tokenizers, drafters, prompts, data and .npz files, all very small."""
+    root = tmp_path_factory.mktemp("commands")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "TARGET", SMALL)
+        for name in ("target", "other", "bare"):
+            tiny.write_target(root / name)
+        patch.setattr(tiny, "TARGET", dataclasses.replace(SMALL, num_layers=4))
+        tiny.write_target(root / "deep")
+    for name in ("target", "other", "shuffled", "no_template"):
+        tiny.write_tokenizer(root / name)
+    for name, sign in (("target", 1), ("other", -1)):
+        tensors = load_file(root / name / "model.safetensors")
+        tensors["lm_head.weight"] *= sign
+        tensors["lm_head.weight"][2] = 0  # the end token is never the likeliest: greedy texts have the length that is asked for
+        save_file(tensors, root / name / "model.safetensors")
+    content = json.loads((root / "shuffled" / "tokenizer.json").read_text())
+    content["model"]["vocab"] = {word: i if i < 7 else 126 - i for word, i in content["model"]["vocab"].items()}
+    (root / "shuffled" / "tokenizer.json").write_text(json.dumps(content))
+    (root / "no_template" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    config = read_target_config(root / "target")
+    for name, method, seed in (("dspine", "dspine", 1), ("dflash", "dflash", 2)):
+        drafter = Drafter(
+            tiny.train_config(method, drafter={"num_layers": 1, "target_layer_ids": (0,)}, injection={"transfer_size": 8}).drafter.resolve(config),
+            rngs=nnx.Rngs(seed),
+        )
+        tiny.randomise(drafter, seed)
+        if method == "dspine":
+            drafter.transfer.basis.set_value(jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32))
+        save_drafter(root / name, drafter)
+    (root / "one.jsonl").write_text('{"prompt": "w10 w20"}\n')
+    (root / "two.jsonl").write_text('{"prompt": "w10 w20"}\n{"turns": ["w30 w40 w50", "w60"]}\n')
+    (root / "empty.jsonl").write_text("\n")
+    (root / "nameless.jsonl").write_text('{"text": "w10"}\n')
+    (root / "broken.jsonl").write_text('{"prompt": "w10"}\n{"prompt": \n')
+    for name, count, seed in (("first", 3, 1), ("second", 2, 2)):
+        write_dataset(root / "data" / name, *answers(count, seed), Manifest(name=name, source="random"))
+    tiny.write_data(root / "rows")
+    write_dataset(root / "more rows", *tiny.rows(9, seed=7), Manifest(name="more", source="random"))
+    write_npz(root / "a.npz", 0)
+    write_npz(root / "b.npz", 1)
+    (root / "x.json").write_text("x")
+    (root / "y.json").write_text("y")
+    return root
+
+
+def answers(count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of 3 prompt tokens and 10 to 20 answer tokens: (tokens, loss mask, lengths)."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(13, 24, count)
+    columns = np.arange(24)[None]
+    inside = columns < lengths[:, None]
+    return np.where(inside, rng.integers(7, 120, inside.shape), 0), inside & (columns >= 3), lengths
+
+
+def write_npz(path: Path, seed: int) -> None:
+    """Four rows, prompts in 256 columns, of two sources."""
+    tokens = np.random.default_rng(seed).integers(4, 100, (4, 266))
+    np.savez(path, tokens=tokens, prompt_pad=np.full(4, 240), answer_len=np.array([6, 7, 8, 9]), source=np.array([0, 1, 0, 2]))
+
+
+def filled(text: str, root: Path) -> list[str]:
+    """Words of a command line; {name} is a path below ``root``."""
+    return [word.replace("{", f"{root}/").replace("}", "") if "{" in word else word for word in shlex.split(text)]
+
+
+class Terminal(io.StringIO):
+    """Output that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a command printed, returned and did."""
+
+    code: int = 0
+    out: str = ""
+    err: str = ""
+    answers: list = dataclasses.field(default_factory=list)  # dspine-generate: with their rounds
+    decoders: list = dataclasses.field(default_factory=list)  # every Decoder made
+    started: list = dataclasses.field(default_factory=list)  # [B,S] of every prefill
+    judged: list = dataclasses.field(default_factory=list)  # dspine-evaluate: every replay call
+    folder: Path | None = None
+
+    @property
+    def report(self) -> dict:
+        return json.loads(self.out)
+
+    @property
+    def rounds(self) -> list:
+        return [r for answer in self.answers for r in answer.rounds]
+
+
+def call(main: Callable, argv: list[str], outcome: Outcome | None = None, out: io.StringIO | None = None) -> Outcome:
+    """Run a command in this process."""
+    outcome, out, err = outcome or Outcome(), out or io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            outcome.code = main(argv)
+        except SystemExit as stop:
+            outcome.code = stop.code
+    outcome.out, outcome.err = out.getvalue(), err.getvalue()
+    return outcome
+
+
+@contextlib.contextmanager
+def spied(outcome: Outcome):
+    """Let an outcome see every Decoder and every prefill."""
+    make, start = speculative.Decoder.__init__, speculative.Decoder.start
+
+    def made(self, *args):
+        make(self, *args)
+        outcome.decoders.append(self)
+
+    def started(self, prompts_BS, *args, **kwargs):
+        outcome.started.append(prompts_BS.shape)
+        return start(self, prompts_BS, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculative.Decoder, "__init__", made)
+        patch.setattr(speculative.Decoder, "start", started)
+        yield patch
+
+
+# ---- dspine-generate: G01 -----------------------------------------------------------------------
+
+BASE = "--target {target} --dtype float32 --max-new-tokens 12"
+DRAFTED = f"{BASE} --drafter {{dspine}} --no-baseline --json"
+PLAIN = f"{BASE} --json"
+
+
+def run_generate(root: Path, text: str, out: io.StringIO | None = None, interrupt_at: int | None = None) -> Outcome:
+    """``interrupt_at``: Ctrl-C in that call of the decode loop; the first one only compiles."""
+    outcome, run = Outcome(), speculative.Decoder.run
+    calls = []
+    make_report = generate.report_answers
+
+    def reported(report, answers, *args, **kwargs):
+        outcome.answers = answers
+        return make_report(report, answers, *args, **kwargs)
+
+    def interrupted(self, *args):
+        calls.append(1)
+        if len(calls) == interrupt_at:
+            raise KeyboardInterrupt
+        return run(self, *args)
+
+    with spied(outcome) as patch:
+        patch.setattr(speculative.Decoder, "run", interrupted)
+        patch.setattr(generate, "report_answers", reported)
+        return call(generate.main, filled(text, root), outcome, out)
+
+
+def tokens(outcome: Outcome):
+    return outcome.report["tokens"]
+
+
+def weights_dtype(outcome: Outcome) -> str:
+    return str(outcome.decoders[0].target.output_embedding_VD.dtype)
+
+
+def most_proposed(outcome: Outcome) -> int:
+    return max((r.proposed for r in outcome.rounds), default=0)
+
+
+GENERATE = [
+    Row("prompt", "'w10 w20'", "w11", tokens, PLAIN),
+    Row("--prompts", "--prompts {one.jsonl}", "--prompts {two.jsonl}", tokens, PLAIN),
+    Row("--target", "", "--target {other}", tokens, f"{PLAIN} 'w10 w20'"),
+    Row("--drafter", "", "--drafter {dspine}", most_proposed, f"{PLAIN} --no-baseline 'w10 w20'"),
+    Row("--tokenizer", "", "--tokenizer {shuffled}", tokens, f"{PLAIN} 'w10 w20'"),
+    Row("--raw", "", "--raw", tokens, f"{PLAIN} 'w10 w20'"),
+    Row("--max-new-tokens", "", "--max-new-tokens 5", lambda o: len(tokens(o)), f"{PLAIN} 'w10 w20'"),
+    Row("--num-draft-tokens", "", "--num-draft-tokens 1", most_proposed, f"{DRAFTED} 'w10 w20'"),
+    Row("--temperature", "", "--temperature 1", tokens, f"{DRAFTED} 'w10 w20'"),
+    Row("--top-k", "", "--top-k 1", tokens, f"{PLAIN} --temperature 1 --prompts {{two.jsonl}} --batch-size 2"),
+    Row("--top-p", "", "--top-p 1e-6", tokens, f"{PLAIN} --temperature 1 --prompts {{two.jsonl}} --batch-size 2"),
+    Row("--policy", "", "--policy point_mass", lambda o: o.rounds, f"{DRAFTED} --temperature 1 'w10 w20'"),
+    Row("--seed", "", "--seed 1", tokens, f"{DRAFTED} --temperature 1 'w10 w20'"),
+    Row("--batch-size", "", "--batch-size 2", lambda o: set(o.started), f"{PLAIN} --prompts {{two.jsonl}}"),
+    Row("--dtype", "", "--dtype bfloat16", weights_dtype, f"{PLAIN} 'w10 w20'"),
+    Row("--check", "", "--check", lambda o: o.code, f"{DRAFTED} 'w10 w20'"),  # with a careless loop
+    Row("--no-baseline", "", "--no-baseline", lambda o: len(o.decoders), f"{BASE} --drafter {{dspine}} 'w10 w20'"),
+    Row("--json", "", "--json", lambda o: o.out.startswith("{"), f"{BASE} 'w10 w20'"),
+]
+
+
+@pytest.fixture(scope="module")
+def generated(files):
+    """``run_generate``, once for each command line."""
+    done = {}
+
+    def run(text: str) -> Outcome:
+        key = tuple(filled(text, files))
+        if key not in done:
+            done[key] = run_generate(files, text)
+        return done[key]
+
+    return run
+
+
+@pytest.mark.parametrize("row", [row for row in GENERATE if row.option != "--check"], ids=lambda row: row.option)
+def test_every_option_of_generate_changes_something(row, generated):
+    """G01. A later setting replaces an earlier one of the same option."""
+    first, second = (generated(f"{row.common} {setting}") for setting in (row.first, row.second))
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    row.check(first, second)
+
+
+def test_top_k_1_and_a_tiny_top_p_leave_the_greedy_text(generated):
+    """What the two rows above must look like, not only that they differ."""
+    common = f"{PLAIN} --prompts {{two.jsonl}} --batch-size 2"
+    greedy = tokens(generated(common))
+    assert tokens(generated(f"{common} --temperature 1 --top-k 1")) == greedy == tokens(generated(f"{common} --temperature 1 --top-p 1e-6"))
+
+
+# ---- dspine-generate as a whole -----------------------------------------------------------------
+
+SAMPLED = f"{BASE} --drafter {{dspine}} --no-baseline --temperature 1 'w10 w20'"
+COLOURED = re.compile("\x1b\\[([12]);\\d+m(.*?)\x1b\\[0m", re.S)
+
+
+@pytest.mark.parametrize("name", generate.UNSUPPORTED)
+def test_sampling_options_that_are_not_computed_are_refused_by_name(name, capsys):
+    """Wherever they stand, and in both spellings: ignoring one would change the law of the text without a word."""
+    for extra in ([name, "0.1", "hello"], ["hello", name, "0.1"], ["hello", f"{name}=0.1"], ["hello", name]):
+        with pytest.raises(SystemExit) as stop:
+            generate.main(["--target", "nowhere", *extra])
+        assert stop.value.code == 2
+        assert f"{name} is not supported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "give one prompt, or a file with --prompts"),
+        ("hello --prompts {one.jsonl}", "give one prompt, or a file with --prompts"),
+        ("hello --check --drafter {dspine} --temperature 0.5", "--check compares with plain greedy decoding; it needs --temperature 0, not 0.5"),
+        ("hello --max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
+        ("hello --batch-size -2", "--batch-size -2 must be at least 1"),
+        ("hello --temp 1", "unrecognized argument --temp"),
+        ("hello --max-new-tokens many", "--max-new-tokens: invalid int value: 'many'"),
+        ("hello --dtype float16", "--dtype: invalid choice: 'float16'"),
+    ],
+)
+def test_impossible_command_lines_end_with_code_2(text, words, files):
+    outcome = call(generate.main, filled(f"--target {{target}} {text}", files))
+    assert outcome.code == 2 and words in outcome.err and not outcome.out
+
+
+BAD_INPUT = [
+    ("--prompts {missing.jsonl}", ["missing.jsonl"]),
+    ("--prompts {data}", ["data"]),
+    ("--prompts {broken.jsonl}", ["broken.jsonl, line 2: not JSON"]),
+    ("--prompts {empty.jsonl}", ["empty.jsonl holds no prompt"]),
+    ("--prompts {nameless.jsonl}", ["nameless.jsonl, line 1: needs"]),
+    ("--raw ''", ["prompt 0 is empty"]),
+    (f"'{'w9 ' * 70}'", ["prompt 0 has 73 tokens", "context limit of 64"]),
+    ("hello --temperature -1", ["temperature -1.0"]),
+    ("hello --temperature nan", ["temperature nan"]),
+    ("hello --temperature 1 --top-k -3", ["top_k -3"]),
+    ("hello --temperature 1 --top-p 1.5", ["top_p 1.5"]),
+    ("hello --drafter {dspine} --num-draft-tokens 4", ["num_draft_tokens 4 exceeds the 3"]),
+    ("hello --drafter {dspine} --num-draft-tokens -1", ["num_draft_tokens -1"]),
+    ("hello --num-draft-tokens 1", ["num_draft_tokens 1 needs a drafter"]),
+    ("hello --drafter {dflash} --temperature 1 --policy tail_mixed", ["policy 'tail_mixed'", "dflash"]),
+    ("hello --drafter {nowhere}", ["nowhere/config.json is missing"]),
+    ("hello --target {nowhere}", ["nowhere: no such file or folder"]),
+    ("hello --target {one.jsonl}", ["one.jsonl: not a .gguf file"]),
+    ("hello --tokenizer {data}", ["data/tokenizer.json is missing"]),
+    ("hello --tokenizer {no_template}", ["no chat template; use --raw"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_INPUT, ids=[text[:40] for text, _ in BAD_INPUT])
+def test_bad_input_is_named_in_one_line(text, words, files):
+    outcome = call(generate.main, filled(f"--target {{target}} --dtype float32 {text}", files))
+    assert outcome.code == 2 and not outcome.out
+    assert outcome.err.startswith("error: ") and outcome.err.count("\n") == 1, outcome.err
+    assert all(word in outcome.err for word in words), outcome.err
+
+
+def test_json_is_one_object_of_what_was_decoded(generated):
+    outcome = generated(f"{BASE} --drafter {{dspine}} --json 'w10 w20'")
+    assert outcome.code == 0 and outcome.out.count("\n") == 1
+    report, (answer,) = outcome.report, outcome.answers
+    assert report["tokens"] == answer.tokens and len(answer.tokens) == 12
+    assert report["text"] == " ".join(WORDS[token] for token in answer.tokens)
+    assert (report["rounds"], report["tau"]) == (len(answer.rounds), pytest.approx(11 / len(answer.rounds)))
+    assert report["prompt_tokens"] == 5 and report["finish_reason"] == "length" and report["interrupted"] is False
+    assert report["tokens_per_s"] > 0 and report["plain_tokens_per_s"] > 0 and report["matches_greedy"] is True
+    assert report["speedup"] == pytest.approx(report["tokens_per_s"] / report["plain_tokens_per_s"])
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_streamed_text_is_that_of_the_report(temperature, generated):
+    """Round by round on one side, all at once on the other."""
+    common = f"{BASE} --drafter {{dspine}} --no-baseline --temperature {temperature} 'w10 w20'"
+    assert generated(common).out == generated(f"{common} --json").report["text"] + "\n"
+
+
+def test_a_terminal_shows_accepted_drafts_bright_and_the_targets_tokens_dim(files, generated):
+    outcome = run_generate(files, SAMPLED, Terminal())
+    report = generated(f"{SAMPLED} --json").report
+    assert re.sub("\x1b\\[[0-9;]*m", "", outcome.out) == report["text"] + "\n"
+    shown = {"1": [], "2": []}
+    for bright, text in COLOURED.findall(outcome.out):
+        shown[bright] += text.split()
+    expected = {"1": [], "2": []}
+    for r in outcome.rounds:
+        words = [WORDS[token] for token in report["tokens"][r.anchor + 1 : r.anchor + 1 + r.tokens]]
+        expected["1"] += words[: r.accepted]
+        expected["2"] += words[r.accepted :]
+    assert shown == expected and shown["1"] and shown["2"]
+    assert "\x1b" not in generated(SAMPLED).out
+
+
+class Broken(Terminal):
+    """A terminal at which Ctrl-C comes in the middle of a write."""
+
+    writes = 0
+
+    def write(self, text: str) -> int:
+        self.writes += "\x1b" in text
+        if self.writes == 4:
+            super().write(text[: len(text) // 2])
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+@pytest.mark.parametrize("out", [Terminal, Broken])
+def test_ctrl_c_leaves_the_text_so_far_and_no_colour(out, files, generated):
+    outcome = run_generate(files, SAMPLED, out(), interrupt_at=5 if out is Terminal else None)
+    assert outcome.code == 130 and "interrupted" in outcome.err
+    escapes = re.findall("\x1b\\[[0-9;]*m", outcome.out)
+    assert len(escapes) > 4 and escapes[-1] == "\x1b[0m"
+    words, whole = re.sub("\x1b\\[[0-9;]*m", "", outcome.out).split(), generated(f"{SAMPLED} --json").report["text"].split()
+    assert 2 < len(words) < 12 and words[:-1] == whole[: len(words) - 1]
+    if out is Terminal:  # the other one stopped inside a word
+        assert words[-1] == whole[len(words) - 1]
+
+
+def test_ctrl_c_without_a_terminal_prints_the_text_so_far(files, generated):
+    outcome = run_generate(files, SAMPLED, interrupt_at=5)
+    whole = generated(f"{SAMPLED} --json").report["text"]
+    assert outcome.code == 130 and whole.startswith(outcome.out) and 2 < len(outcome.out.split()) < 12
+
+
+def test_ctrl_c_with_json_reports_what_was_decoded(files, generated):
+    """Call 1 compiles, call 2 runs 32 rounds, call 3 is interrupted."""
+    text = f"{DRAFTED} --max-new-tokens 50 'w10 w20'"
+    whole, outcome = generated(text).report, run_generate(files, text, interrupt_at=3)
+    assert outcome.code == 130 and outcome.out.count("\n") == 1
+    report = outcome.report
+    assert report["interrupted"] is True and whole["interrupted"] is False
+    assert 32 < len(report["tokens"]) < len(whole["tokens"]) == 50
+    assert report["tokens"] == whole["tokens"][: len(report["tokens"])]
+    assert report["text"] == " ".join(WORDS[token] for token in report["tokens"])
+    assert report["rounds"] == 32 and report["tokens_per_s"] is None
+
+
+def test_ctrl_c_between_prompts_keeps_the_finished_ones(files, generated):
+    text = f"{DRAFTED} --prompts {{two.jsonl}}"
+    outcome = run_generate(files, text, interrupt_at=3)
+    assert outcome.code == 130 and outcome.report["text"] == generated(text).report["text"][:1]
+
+
+def test_ctrl_c_in_the_plain_run_keeps_the_whole_text(files, generated):
+    """The answer is there; only the comparison is missing."""
+    text = f"{BASE} --drafter {{dspine}} --json 'w10 w20'"
+    outcome = run_generate(files, text, interrupt_at=3)
+    assert outcome.code == 130 and outcome.report["tokens"] == tokens(generated(text)) and "matches_greedy" not in outcome.report
+
+
+def test_ctrl_c_while_loading_is_one_line(files, monkeypatch):
+    def load(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "load", load)
+    outcome = run_generate(files, f"{DRAFTED} hello")
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted\n")
+
+
+def test_prompts_of_a_file_give_the_same_tokens_in_batches_of_one_and_two(generated):
+    one, two = (generated(f"{DRAFTED} --prompts {{two.jsonl}} --batch-size {size}") for size in (1, 2))
+    assert len(tokens(one)) == 2 and tokens(one)[0] != tokens(one)[1]
+    assert tokens(one) == tokens(two) and one.rounds == two.rounds
+    assert {B for B, _ in one.started} == {1} and {B for B, _ in two.started} == {2}
+    shown = generated(f"{DRAFTED} --prompts {{two.jsonl}} --batch-size 2".replace("--json", ""))
+    assert shown.out == "".join(text + "\n\n" for text in two.report["text"])
+
+
+# ---- edges --------------------------------------------------------------------------------------
+
+FULL = f"'{'w9 ' * 61}'"  # with the template 64 tokens, all that the context holds
+
+
+def test_a_prompt_that_fills_the_context_gives_an_empty_answer(files):
+    """No token in no time: the speed-up is 0 / 0, which must not end the command."""
+    outcome = run_generate(files, f"{BASE} --drafter {{dspine}} --json {FULL}")
+    assert outcome.code == 0 and outcome.report["tokens"] == [] and outcome.report["speedup"] is None
+
+
+def test_plain_decoding_warns_of_nothing(files):
+    """Nothing accepted over nothing proposed is 0 / 0."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert run_generate(files, f"{PLAIN} 'w10 w20'").code == 0
+
+
+def test_a_check_without_a_drafter_compares_or_is_refused(files):
+    """An exit code of 0 must not mean that nothing was compared."""
+    outcome = run_generate(files, f"{PLAIN} --check 'w10 w20'")
+    assert outcome.code == 2 or "matches_greedy" in outcome.report
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("hello --tokenizer {bare}", "bare"), ("--prompts {latin.jsonl}", "latin.jsonl")],
+    ids=["a tokenizer.json without its fields", "prompts that are not UTF-8"],
+)
+def test_damaged_input_is_named_in_one_line(text, words, files):
+    (files / "latin.jsonl").write_bytes('{"prompt": "caf\xe9"}\n'.encode("latin-1"))
+    outcome = run_generate(files, f"{BASE} {text}")
+    assert outcome.code == 2 and outcome.err.startswith("error: ") and outcome.err.count("\n") == 1 and words in outcome.err
+
+
+def test_an_interrupted_report_does_not_call_the_answer_finished(files):
+    report = run_generate(files, f"{PLAIN} --max-new-tokens 50 'w10 w20'", interrupt_at=3).report
+    assert report["tokens"] and report["finish_reason"] not in ("length", "stop")
+
+
+def test_the_lists_of_an_interrupted_report_belong_together(files):
+    report = run_generate(files, f"{PLAIN} --prompts {{two.jsonl}}", interrupt_at=3).report
+    assert len(report["text"]) == len(report["tokens"]) == len(report["finish_reason"]) == len(report["prompt_tokens"])
+
+
+def test_an_answer_that_ends_inside_a_character_is_streamed_whole():
+    """A length cap may cut a character; the report then ends with U+FFFD, and so must the stream."""
+    pieces = {7: "a", 8: "\ufffd"}
+    tokenizer = types.SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(pieces[i] for i in ids))
+    out = io.StringIO()
+    generate.Stream(tokenizer, out, False)([Generation([7, 8], [replay.Round(0, 0, 0, 1)], "length")])
+    assert out.getvalue() == "a\ufffd"
+
+
+# ---- dspine-evaluate: G01 -----------------------------------------------------------------------
+
+
+def run_evaluate(root: Path, text: str, folder: Path) -> Outcome:
+    """Replay judged by made-up drafts that depend on every weight, instead of compiled passes; generation and real decoding are real."""
+    outcome = Outcome(folder=folder)
+
+    def judging(kind: str):
+        def make(drafter, target, *settings, dtype, anchors_per_chunk):
+            weights = jax.tree.leaves((nnx.state(drafter), nnx.state(target)))
+            number = zlib.crc32(b"".join(np.asarray(x).tobytes() for x in weights))
+
+            def judge(tokens_BS, anchors_BN):
+                shape, J = anchors_BN.shape, drafter.config.num_draft_tokens
+                outcome.judged.append((kind, settings[1:], weights[-1].dtype, dtype, anchors_per_chunk, tokens_BS, anchors_BN))
+                if kind == "odds":
+                    return np.random.default_rng(number).uniform(size=(*shape, J))
+                positions_BNJ = np.minimum(anchors_BN[..., None] + 1 + np.arange(J), tokens_BS.shape[1] - 1)
+                right_BNJ = np.random.default_rng(number).uniform(size=positions_BNJ.shape) < 0.6
+                return np.where(right_BNJ, tokens_BS[np.arange(shape[0])[:, None, None], positions_BNJ], -1)
+
+            return judge
+
+        return make
+
+    with spied(outcome) as patch:
+        patch.setattr(replay, "make_drafting", judging("drafts"))
+        patch.setattr(decoding, "make_drafting", judging("drafts"))
+        patch.setattr(replay, "make_accept_odds", judging("odds"))
+        patch.setattr(plots, "draw", lambda content, temperature, path: None)
+        return call(evaluate.main, [*filled(text, root), "--output", str(folder)], outcome)
+
+
+def scored(outcome: Outcome) -> dict:
+    """Rounds of every temperature, method and benchmark."""
+    results = json.loads((outcome.folder / "results.json").read_text())["temperatures"]
+    return {
+        (temperature, name): entry["rounds"]
+        for temperature, content in results.items()
+        for method in content["methods"].values()
+        for name, entry in method["benchmarks"].items()
+    }
+
+
+def texts(outcome: Outcome) -> list:
+    """Token rows that were judged."""
+    return [tokens_BS.tolist() for *_, tokens_BS, _ in outcome.judged]
+
+
+def decoded(outcome: Outcome) -> list:
+    """Rounds that real decoding ran."""
+    contents = json.loads((outcome.folder / "results.json").read_text())["temperatures"]
+    return [entry.get("rounds") for content in contents.values() for entry in content.get("decoding", [])]
+
+
+STORED = "--target {target} --drafter {dspine} --data {data} --dtype float32 --max-new-tokens 12 --batch-size 2"
+WRITTEN = STORED.replace("--data {data}", "--benchmarks {two.jsonl}")
+HOT = f"{WRITTEN} --temperature 1"
+
+EVALUATE = [
+    Row("--target", "", "--target {other}", scored, STORED),
+    Row("--drafter", "--drafter {dspine}", "--drafter {dflash}", scored, STORED.replace("--drafter {dspine}", "")),
+    Row("--data", "", "--data {data/first}", scored, STORED),
+    Row("--benchmarks", "", "--benchmarks {one.jsonl}", texts, WRITTEN),
+    Row("--tokenizer", "", "--tokenizer {shuffled}", texts, WRITTEN),
+    Row("--prompts", "", "--prompts 1", lambda o: sum(len(prompts[0]["full"]) for prompts in scored(o).values()), STORED),
+    Row("--temperature", "", "--temperature 0 1", lambda o: [kind for kind, *_ in o.judged], WRITTEN),
+    Row("--top-k", "", "--top-k 1", texts, HOT),
+    Row("--top-p", "", "--top-p 1e-6", texts, HOT),
+    Row("--max-new-tokens", "", "--max-new-tokens 5", texts, WRITTEN),
+    Row("--seed", "", "--seed 1", texts, HOT),
+    Row("--decode", "", "--decode 1", lambda o: len(decoded(o)), STORED),
+    Row("--decode-batch-size", "", "--decode-batch-size 2", lambda o: set(o.started), f"{STORED} --decode 1"),
+    Row("--decode-drafts", "", "--decode-drafts 1", lambda o: max(r[1] for rounds in decoded(o)[1] for r in rounds), f"{STORED} --decode 1"),
+    Row("--dtype", "", "--dtype bfloat16", lambda o: o.judged[0][2], STORED),
+    Row("--batch-size", "", "--batch-size 3", lambda o: o.judged[0][-2].shape[0], STORED),
+    Row("--anchors-per-chunk", "", "--anchors-per-chunk 7", (lambda o: o.judged[0][4], lambda o: o.judged[0][-1].shape[1]), STORED),
+]
+
+
+@pytest.fixture(scope="module")
+def evaluated(files, tmp_path_factory):
+    """``run_evaluate`` into a new folder, once for each command line."""
+    done = {}
+
+    def run(text: str) -> Outcome:
+        key = tuple(filled(text, files))
+        if key not in done:
+            done[key] = run_evaluate(files, text, tmp_path_factory.mktemp("results"))
+        return done[key]
+
+    return run
+
+
+@pytest.mark.parametrize("row", EVALUATE, ids=lambda row: row.option)
+def test_every_option_of_evaluate_changes_something(row, evaluated):
+    """G01."""
+    first, second = (evaluated(f"{row.common} {setting}") for setting in (row.first, row.second))
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    row.check(first, second)
+
+
+def test_evaluate_writes_where_output_says(evaluated):
+    """The row of --output: the fixture gives every command line its own folder."""
+    first, second = evaluated(STORED), evaluated(f"{STORED} --target {{other}}")
+    assert first.folder != second.folder
+    for outcome in (first, second):
+        assert {path.name for path in outcome.folder.iterdir()} == {"parts", "results.json", "results.md"}
+
+
+def test_sampled_continuations_of_top_k_1_and_a_tiny_top_p_are_the_greedy_ones(evaluated):
+    greedy = texts(evaluated(WRITTEN))[0]
+    assert texts(evaluated(f"{HOT} --top-k 1"))[0] == greedy == texts(evaluated(f"{HOT} --top-p 1e-6"))[0] != texts(evaluated(HOT))[0]
+
+
+def test_a_prompt_that_fills_the_context_does_not_end_an_evaluation(files, tmp_path):
+    """Plain decoding of an empty answer has no speed to divide by."""
+    (tmp_path / "full.jsonl").write_text(json.dumps({"prompt": "w9 " * 61}) + "\n")
+    assert run_evaluate(files, f"{WRITTEN} --benchmarks {tmp_path / 'full.jsonl'} --decode 1", tmp_path / "out").code == 0
+
+
+# ---- dspine-convert: G01 ------------------------------------------------------------------------
+
+
+def run_convert(root: Path, text: str, folder: Path) -> Outcome:
+    return call(convert.main, [*filled(text, root), "--output", str(folder)], Outcome(folder=folder))
+
+
+def array(name: str) -> Callable:
+    return lambda outcome: np.load(outcome.folder / f"{name}.npy").tolist()
+
+
+def manifest(name: str) -> Callable:
+    return lambda outcome: json.loads((outcome.folder / "manifest.json").read_text())[name]
+
+
+def exit_code(outcome: Outcome):
+    return outcome.code
+
+
+CONVERT = [
+    Row("input", "{a.npz}", "{b.npz}", array("tokens")),
+    Row("--sources", "", "--sources 0,2", array("lengths"), "{a.npz}"),
+    Row("--limit", "", "--limit 2", array("lengths"), "{a.npz}"),
+    Row("--vocab-size", "", "--vocab-size 20", exit_code, "{a.npz}"),
+    Row("--prompt-columns", "", "--prompt-columns 250", array("loss_mask"), "{a.npz}"),
+    Row("--tokenizer", "--tokenizer {x.json}", "--tokenizer {y.json}", manifest("tokenizer_sha256"), "{a.npz}"),
+    # These two are kept for people, beside the data they tell of; nothing reads them back.
+    Row("--target", "", "--target model.gguf", manifest("target"), "{a.npz}"),
+    Row("--template-mode", "", "--template-mode thinking", manifest("template_mode"), "{a.npz}"),
+]
+
+
+@pytest.mark.parametrize("row", CONVERT, ids=lambda row: row.option)
+def test_every_option_of_convert_changes_something(row, files, tmp_path):
+    """G01."""
+    first, second = (run_convert(files, f"{row.common} {setting}", tmp_path / name) for name, setting in (("1", row.first), ("2", row.second)))
+    assert first.code is None, first.err
+    assert second.code is None or row.observe is exit_code
+    row.check(first, second)
+
+
+def test_convert_writes_where_output_says_and_over_a_folder_only_when_told(files, tmp_path):
+    """The rows of --output and --overwrite."""
+    first, second = (run_convert(files, "{a.npz}", tmp_path / name) for name in ("1", "2"))
+    assert tiny.fingerprints(first.folder) != {} and {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+    assert array("tokens")(first) == array("tokens")(second)
+    refused = run_convert(files, "{b.npz}", tmp_path / "2")
+    assert refused.code and "is not empty" in str(refused.code) and array("tokens")(refused) == array("tokens")(first)
+    replaced = run_convert(files, "{b.npz} --overwrite", tmp_path / "2")
+    assert replaced.code is None and array("tokens")(replaced) != array("tokens")(first)
+
+
+# ---- dspine-train: G01 --------------------------------------------------------------------------
+
+
+class Ready(Exception):
+    """All that a run needs is there; the first step would come next."""
+
+
+def plan(root: Path, argv: list[str], observe: Callable | None = None) -> tuple:
+    """Run dspine-train up to its first step. -> (exit code or what ``observe`` says of the run, standard output, standard error).
+
+    ``observe`` gets a namespace of what the loop was given. The state holds shapes and layouts only: no random draw is compiled.
+    """
+    seen = types.SimpleNamespace()
+
+    def shapes_only(config, mesh):
+        seen.start = lambda: str(jax.make_jaxpr(lambda: _initial_state(config))())
+        abstract = abstract_state(config)[1]
+        return jax.tree.map(lambda x, plan: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan), abstract, tree_shardings(abstract, mesh))
+
+    def stop(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir):
+        given = dict(config=config, mesh=mesh, graphdef=graphdef, target=target, state=state, iterator=iterator, workdir=workdir)
+        vars(seen).update(given)
+        seen.result = observe(seen) if observe else None
+        raise Ready
+
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(loop, "initial_state", shapes_only)
+        patch.setattr(loop, "_train", stop)
+        try:
+            result = training.main(argv)
+        except Ready:
+            result = seen.result
+    return result, out.getvalue(), err.getvalue()
+
+
+def write_config(path: Path, config: TrainConfig) -> Path:
+    """A config file that holds ``config``."""
+    save_config(config, path.with_suffix(".json"))
+    path.write_text(f"from dspine_jax.config_io import read_config\nconfig = read_config({str(path.with_suffix('.json'))!r})\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def base_config(files) -> Path:
+    """DSpine for the small target; every weight of the loss and the optimiser counts."""
+    sizes = {"num_layers": 1, "target_layer_ids": (0,)}
+    config = tiny.train_config("dspine", drafter=sizes, injection={"transfer_size": 8}, optimizer={"weight_decay": 0.1})
+    changes = dict(workdir=str(files / "run"), target=str(files / "target"), data=DataConfig(path=str(files / "rows"), batch_size=8))
+    return write_config(files / "base.py", dataclasses.replace(config, **changes))
+
+
+def traced(seen):
+    """The training step for the shapes of the iterator's first batch."""
+    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in next(seen.iterator).items() if name in ("tokens", "loss_mask")}
+    return make_train_step(seen.config, seen.mesh, seen.graphdef, seen.target).trace(seen.state, nnx.split(seen.target)[1], batch)
+
+
+def step_text(seen) -> str:
+    """Every operation, shape, dtype and scalar constant of the training step."""
+    return str(traced(seen).jaxpr)
+
+
+def lowered_text(seen) -> str:
+    """The lowered training step, which also holds the values of constant arrays."""
+    return traced(seen).lower().as_text()
+
+
+def start_text(seen) -> str:
+    """The traced drawing of the initial state."""
+    return seen.start()
+
+
+def first_batches(seen) -> list:
+    return [{name: x.tolist() for name, x in next(seen.iterator).items()} for _ in range(2)]
+
+
+def reader(seen) -> str:
+    """Which iterator reads: another one for worker processes, which are not started here."""
+    return str(type(seen.iterator))
+
+
+def target_weights(seen) -> tuple:
+    rows_VD = seen.target.output_embedding_VD
+    return str(rows_VD.dtype), np.asarray(rows_VD, np.float32).tobytes()
+
+
+def layout(seen) -> dict:
+    """The part of each target weight that one device holds."""
+    held = {}
+    for path, variable in nnx.to_flat_state(nnx.split(seen.target)[1]):
+        x = variable.get_value()
+        held["/".join(map(str, path))] = x.addressable_shards[0].data.shape
+    return held
+
+
+def transfer_space(seen) -> list:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(seen.state.frozen)]
+
+
+def decoding_table(seen) -> tuple:
+    """Shape of the table that decoding of this drafter reads."""
+    drafter, c = nnx.merge(seen.graphdef, seen.state.params, seen.state.frozen), seen.config.drafter
+
+    def make(drafter, rows_VD):
+        empty = (jnp.zeros((1, 1, c.num_kv_heads, c.head_dim)),) * c.num_layers
+        feature = jnp.zeros((1, 1, c.injection.transfer_size))
+        block = drafter(jnp.zeros((1, 1, c.block_size, c.hidden_size)), empty, empty, jnp.zeros((1, 1), int), jnp.zeros((1, 1, c.block_size), int), feature)
+        return transition_cache(drafter, block, rows_VD, feature, num_tokens=c.vocab_size)[0]
+
+    return nnx.eval_shape(make, drafter, seen.target.output_embedding_VD).shape
+
+
+def config_place(seen) -> Path:
+    """Where the resolved config was written."""
+    assert (seen.workdir / "config.json").is_file()
+    return seen.workdir
+
+
+@dataclasses.dataclass
+class Counted:
+    """A run of six steps whose compiled step is a stand-in that only counts; loop, log and checkpoints are real."""
+
+    code: int
+    workdir: Path
+
+    @property
+    def logged(self) -> list[int]:
+        return [json.loads(line)["step"] for line in (self.workdir / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def kept(self) -> list[int]:
+        return sorted(int(path.name) for path in (self.workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def counting_run(base: Path, overrides: list[str], workdir: Path) -> Counted:
+    """Every step says that it was skipped, like all steps before it."""
+
+    def zeros(config, mesh):
+        state = abstract_state(config)[1]
+        return jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state), tree_shardings(state, mesh))
+
+    def make_step(*_):
+        def step(state, target_state, batch):
+            state = dataclasses.replace(state, step=state.step + 1)
+            names = ("loss/total", "optimizer/skipped_steps", "optimizer/consecutive_skips")
+            return state, {name: (np.float32(state.step), np.float32(1)) for name in names}
+
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "initial_state", zeros)
+        patch.setattr(loop, "make_train_step", make_step)
+        patch.setattr(loop, "make_mesh", lambda config, real=loop.make_mesh: real(config, jax.devices()[:1]))
+        sets = [f"--set={text}" for text in ("drafter.injection=none", "steps=6", "checkpoint.every=2", "checkpoint.keep=9", *overrides)]
+        return Counted(call(training.main, [str(base), f"--set=workdir={workdir}", *sets]).code, workdir)
+
+
+def exit_code_of_run(run: Counted) -> int:
+    return run.code
+
+
+def logged_steps(run: Counted) -> list[int]:
+    return run.logged
+
+
+def kept_steps(run: Counted) -> list[int]:
+    return run.kept
+
+
+RUNS = (exit_code_of_run, logged_steps, kept_steps)
+DEEP = "target={deep} drafter.target_layer_ids=(0,1)"
+
+
+def config_row(name: str, second: object, *observe: Callable, first: object = None, common: str = "") -> tuple:
+    """A setting, two values of it (``first`` None: the one in ``base_config``), and everything that must differ."""
+    return name, first, second, observe, common
+
+
+CONFIG = [
+    config_row("workdir", "{another}", config_place),
+    config_row("target", "{other}", target_weights),
+    config_row("steps", 77, step_text),
+    config_row("seed", 1, start_text, first_batches),
+    config_row("compute_dtype", "bfloat16", step_text, target_weights),
+    config_row("remat", True, step_text),
+    config_row("drafter.mask_token_id", 5, step_text),
+    config_row("drafter.block_size", 5, step_text),
+    config_row("drafter.num_layers", 2, step_text),
+    config_row("drafter.target_layer_ids", "(1,)", step_text, common=DEEP),
+    config_row("drafter.block_attention", "causal", step_text, common="drafter.injection=none"),
+    config_row("drafter.injection.layers", "(0,)", step_text, common="drafter.num_layers=2"),
+    config_row("drafter.injection.transfer_size", 4, step_text, transfer_space),
+    config_row("drafter.injection.whiten", False, transfer_space),
+    config_row("drafter.injection.message_init_std", 0.5, start_text),
+    config_row("drafter.injection.num_candidates", 8, decoding_table),
+    config_row("drafter.num_heads", 4, step_text),
+    config_row("drafter.num_kv_heads", 1, step_text),
+    config_row("drafter.head_dim", 4, step_text),
+    config_row("drafter.intermediate_size", 32, step_text),
+    config_row("drafter.rope_theta", 500.0, lowered_text),
+    config_row("drafter.rms_norm_eps", 1e-5, step_text),
+    config_row("data.path", "{more rows}", first_batches),
+    config_row("data.batch_size", 16, first_batches),
+    config_row("data.max_length", 9, first_batches),
+    config_row("data.num_workers", 1, reader),
+    config_row("anchors.num_anchors", 3, step_text),
+    config_row("anchors.replacement", True, step_text),
+    config_row("loss.loss_decay_gamma", 2.0, step_text),
+    config_row("loss.base_weight", 0.25, step_text),
+    config_row("loss.feature_weight", 0.25, step_text),
+    config_row("loss.vocab_chunk", 5, step_text),
+    config_row("optimizer.learning_rate", 0.1, step_text),
+    config_row("optimizer.beta1", 0.5, step_text),
+    config_row("optimizer.beta2", 0.5, step_text),
+    config_row("optimizer.weight_decay", 0.5, step_text),
+    config_row("optimizer.warmup_fraction", 0.5, step_text),
+    config_row("optimizer.final_fraction", 0.5, step_text),
+    config_row("optimizer.clip_norm", 0.5, step_text),
+    config_row("optimizer.on_nonfinite", "stop", exit_code_of_run),
+    config_row("optimizer.max_consecutive_skips", 3, exit_code_of_run),
+    config_row("mesh.data", 2, layout, first=4, common="mesh.fsdp=-1"),  # eight devices: the other axis takes the rest
+    config_row("mesh.fsdp", 2, layout, first=1),
+    config_row("mesh.tensor", 2, layout, first=1),
+    config_row("checkpoint.every", 3, kept_steps),
+    config_row("checkpoint.keep", 1, kept_steps),
+    config_row("log.every", 4, logged_steps),
+]
+# What a checkpoint carries and another value is refused for: (value that goes on, value that is refused, the words).
+CARRIED = {
+    "drafter.hidden_size": (16, 32, "drafter.hidden_size is 32 but the target has 16"),
+    "drafter.vocab_size": (128, 64, "drafter.vocab_size is 64 but the target has 128"),
+    "drafter.num_target_layers": (2, 9, "drafter.num_target_layers is 9 but the target has 2"),
+    "drafter.label_shift": ("same_position", "shifted", "drafter.label_shift: shifted is not of type 'same_position'"),
+}
+
+
+def leaves(cls: type, prefix: str = "") -> list[str]:
+    """Every setting of a config class by its dotted name, those of optional groups too."""
+    names = []
+    for name, annotation in typing.get_type_hints(cls).items():
+        group = next((option for option in (annotation, *typing.get_args(annotation)) if dataclasses.is_dataclass(option)), None)
+        names += leaves(group, f"{prefix}{name}.") if group else [f"{prefix}{name}"]
+    return names
+
+
+@pytest.fixture(scope="module")
+def planned(files, base_config):
+    """What one observation says of a run with these overrides; each is made once."""
+    done = {}
+
+    def run(overrides: str, observe: Callable):
+        sets = tuple(filled(overrides, files))
+        if (sets, observe) not in done:
+            result, _, err = plan(files, [str(base_config), *(f"--set={text}" for text in sets)], observe)
+            assert not isinstance(result, int), err
+            done[sets, observe] = result
+        return done[sets, observe]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def counted(files, base_config):
+    """``counting_run``, once for each list of overrides."""
+    done = {}
+
+    def run(overrides: str) -> Counted:
+        if overrides not in done:
+            done[overrides] = counting_run(base_config, overrides.split(), files / f"counted {len(done)}")
+        return done[overrides]
+
+    return run
+
+
+def test_every_training_setting_has_a_row():
+    """G01: a new field without a row fails here."""
+    names = [name for name, *_ in CONFIG]
+    assert len(set(names)) == len(names)
+    assert set(leaves(TrainConfig)) == {*names, *CARRIED}
+
+
+@pytest.mark.parametrize(("name", "first", "second", "observe", "common"), CONFIG, ids=[row[0] for row in CONFIG])
+def test_every_training_setting_changes_something(name, first, second, observe, common, planned, counted):
+    """G01, from the command line to what the run was about to do. A later override replaces an earlier one."""
+    settings = [f"{common} {name}='{value}'" if value is not None else common for value in (first, second)]
+    for look in observe:
+        if look in RUNS:
+            before, after = (look(counted(text.replace("'", ""))) for text in settings)
+        else:
+            before, after = (planned(text, look) for text in settings)
+        assert before != after, look.__name__
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_a_checkpoint_carries_is_refused_by_name(name, files, base_config):
+    good, bad, words = CARRIED[name]
+    reached, _, err = plan(files, [str(base_config), f"--set={name}={good}"], lambda seen: "reached")
+    assert reached == "reached", err
+    code, _, err = plan(files, [str(base_config), f"--set={name}={bad}"], lambda seen: "reached")
+    assert code == 2 and err.startswith("error: ") and words in err and err.count("\n") == 1
+
+
+def test_what_is_compared_is_reproducible(files, base_config, planned):
+    """Or the rows above would prove nothing."""
+    for observe in (step_text, lowered_text, start_text, first_batches, target_weights, transfer_space, layout):
+        again, _, _ = plan(files, [str(base_config)], observe)
+        assert again == planned("", observe), observe.__name__
+
+
+def test_a_counting_run_logs_and_keeps_what_was_asked(counted):
+    """What the rows above must look like, not only that they differ."""
+    assert (counted("").code, counted("").logged, counted("").kept) == (0, [1, 2, 3, 4, 5, 6], [2, 4, 6])
+    assert counted(" log.every=4").logged == [4, 6] and counted(" checkpoint.every=3").kept == [3, 6] and counted(" checkpoint.keep=1").kept == [6]
+    assert counted(" optimizer.on_nonfinite=stop").code == counted(" optimizer.max_consecutive_skips=3").code == 3
+    assert counted(" optimizer.max_consecutive_skips=3").kept == [2] and counted(" optimizer.on_nonfinite=stop").kept == []
+
+
+def test_every_option_of_train_changes_something(files, base_config):
+    """G01: the config file, --set and --print-config."""
+    other = write_config(files / "flash.py", dataclasses.replace(read_config(base_config.with_suffix(".json")), drafter=DrafterConfig(
+        mask_token_id=3, block_size=4, num_layers=1, target_layer_ids=(0,)), workdir=str(files / "flash")))  # fmt: skip
+    parameters = lambda seen: sum(x.size for x in jax.tree.leaves(seen.state.params))  # noqa: E731
+    spine, flash = (plan(files, [str(path)], parameters) for path in (base_config, other))
+    assert spine[0] > flash[0] > 0 and spine[1].startswith("dspine: ") and flash[1].startswith("dflash: ")
+    wide = plan(files, [str(base_config), "--set", "drafter.intermediate_size=32", "--set", "drafter.num_layers=2"], parameters)
+    assert wide[0] > 2 * spine[0] - flash[0]
+    code, out, _ = plan(files, [str(base_config), "--set", f"workdir={files / 'never'}", "--print-config"], parameters)
+    assert code == 0 and json.loads(out)["workdir"] == str(files / "never") and not (files / "never").exists()
+
+
+# ---- no option without a row --------------------------------------------------------------------
+
+SEPARATE = {  # rows that are tests of their own
+    "dspine-generate": set(),
+    "dspine-evaluate": {"--output"},
+    "dspine-convert": {"--output", "--overwrite"},
+    "dspine-train": {"config", "--set", "--print-config"},
+}
+COMMANDS = {
+    "dspine-generate": (generate, GENERATE, "--target t hello"),
+    "dspine-evaluate": (evaluate, EVALUATE, "--target t --drafter d --data x --output o"),
+    "dspine-convert": (convert, CONVERT, "a.npz --output o"),
+    "dspine-train": (training, [], "config.py"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_a_row(command):
+    """G01: a new option without a row fails here."""
+    module, rows, _ = COMMANDS[command]
+    names = [row.option for row in rows]
+    assert len(set(names)) == len(names)
+    assert options(module.build_parser()) == {"--help", *names, *SEPARATE[command]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_option(command):
+    module = COMMANDS[command][0]
+    outcome = call(module.main, ["--help"])
+    assert outcome.code == 0 and not outcome.err
+    for name in options(module.build_parser()):
+        assert name in outcome.out
+
+
+# ---- G04: unset means default -------------------------------------------------------------------
+
+PARSERS = {
+    "dspine-generate": generate.parse_args,
+    "dspine-evaluate": evaluate.parse_args,
+    "dspine-convert": convert._parse_args,
+    "dspine-train": lambda argv: training.build_parser().parse_args(argv),
+}
+# Options that stay None when they are not given, and what that means.
+MAY_BE_NONE = {
+    "dspine-generate": {
+        "prompts": "one prompt is given instead",
+        "drafter": "the target decodes alone",
+        "tokenizer": "the target's own",
+        "num_draft_tokens": "as many as the drafter was trained for",
+    },
+    "dspine-evaluate": {
+        "benchmarks": "--data is given instead",
+        "tokenizer": "the target's own",
+        "prompts": "all of them",
+        "decode_drafts": "as many as the drafters were trained for",
+    },
+    "dspine-convert": {
+        "sources": "rows of every source",
+        "limit": "all rows",
+        "vocab_size": "any id",
+        "prompt_columns": "256, in a benchmark file 512",
+        "template_mode": "not recorded",
+        "tokenizer": "not recorded",
+    },
+    "dspine-train": {},
+}
+
+
+def unset(data: dict, prefix: str = "") -> set[str]:
+    """Dotted names of what is None."""
+    nested = [unset(value, f"{prefix}{name}.") for name, value in data.items() if isinstance(value, dict)]
+    return {f"{prefix}{name}" for name, value in data.items() if value is None}.union(*nested)
+
+
+def written_out(parser, args) -> list[str]:
+    """A command line that gives every value of ``args`` by hand."""
+    argv = []
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if value is None or value is False or value == []:
+            continue
+        values = [str(entry) for entry in value] if isinstance(value, list) else [str(value)]
+        flag = action.option_strings[-1:]
+        if value is True:
+            argv += flag
+        elif type(action).__name__ == "_AppendAction":
+            argv += [part for entry in values for part in (*flag, entry)]
+        else:
+            argv += flag + values
+    return argv
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_line_without_options_leaves_none_only_where_it_means_something(command):
+    module, _, required = COMMANDS[command]
+    args = PARSERS[command](required.split())
+    assert unset(vars(args)) == set(MAY_BE_NONE[command])
+    again = written_out(module.build_parser(), args)
+    assert len(again) >= len(required.split()) and PARSERS[command](again) == args
+
+
+def same_again(config, path: Path) -> bool:
+    """Whether a saved config reads back as itself, to the byte when saved again."""
+    save_config(config, path)
+    text = path.read_bytes()
+    again = read_config(path, type(config))
+    save_config(again, path)
+    return again == config and hash(again) == hash(config) and path.read_bytes() == text
+
+
+def test_generate_resolves_what_is_left_out(files, tmp_path):
+    for drafter, drafts in (("", 0), ("--drafter {dspine}", 3), ("--drafter {dflash}", 3)):
+        text = f"--target {{target}} {drafter} hello"
+        *_, module, settings = generate.load(generate.parse_args(filled(text, files)))
+        assert unset(dataclasses.asdict(settings)) == set()
+        assert settings == DecodeSettings(drafts, SamplingConfig(0.0, 0, 1.0), "own", (2,), "bfloat16")
+        assert same_again(settings, tmp_path / "settings.json")
+        assert module is None if not drafter else same_again(module.config, tmp_path / "drafter.json")
+        *_, explicit = generate.load(generate.parse_args(filled(f"{text} --num-draft-tokens {drafts} --top-p 1 --top-k 0", files)))
+        assert explicit == settings
+
+
+def test_evaluate_resolves_what_is_left_out(files, tmp_path):
+    required = ["--target", "{target}", "--drafter", "{dspine}", "--data", "{data}", "--output", "{evaluation}"]
+    evaluation = evaluate.Evaluation(evaluate.parse_args(filled(shlex.join(required), files)))
+    assert evaluation.decode_drafts == [3] and evaluation.samplings == [SamplingConfig(0.0, 0, 1.0)]
+    assert [len(benchmark.prompts) for benchmark in evaluation.benchmarks] == [3, 2]
+    resolved = [*evaluation.samplings, evaluation.config, *(drafter.config for _, _, drafter, _ in evaluation.drafters)]
+    assert {type(config) for config in resolved} == {SamplingConfig, TargetConfig, DrafterConfig}
+    for config in resolved:
+        assert unset(dataclasses.asdict(config)) == set() and same_again(config, tmp_path / "config.json")
+
+
+def test_convert_resolves_what_is_left_out(files, tmp_path):
+    outcome = run_convert(files, "{a.npz}", tmp_path / "plain")
+    written = (outcome.folder / "manifest.json").read_bytes()
+    content = read_config(outcome.folder / "manifest.json", Manifest)
+    assert unset(dataclasses.asdict(content)) == {"template_mode", "tokenizer", "tokenizer_sha256"}  # not recorded
+    save_config(content, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == written
+    explicit = run_convert(files, "{a.npz} --prompt-columns 256 --limit 4 --sources 0,1,2", tmp_path / "explicit")
+    assert array("tokens")(outcome) == array("tokens")(explicit) and array("loss_mask")(outcome) == array("loss_mask")(explicit)
+
+
+# The folder's width; DFlash.
+TRAIN_MAY_BE_NONE = {"dflash": {"data.max_length", "drafter.injection"}, "dspine": {"data.max_length"}}
+
+
+@pytest.mark.parametrize("method", tiny.METHODS)
+def test_train_resolves_what_is_left_out_and_its_saved_config_gives_the_same_run(method, files, tmp_path):
+    """Only what has no default is given: places, the mask id, and for DSpine a width that fits so small a target."""
+    sets = [f"workdir={tmp_path / 'run'}", f"target={files / 'deep'}", f"data.path={files / 'rows'}", "drafter.mask_token_id=3"]
+    if method == "dspine":
+        sets += ["drafter.injection.transfer_size=8"]
+    write_config(tmp_path / "given.py", TrainConfig())
+    reached, _, err = plan(files, [str(tmp_path / "given.py"), *(f"--set={text}" for text in sets)], lambda seen: seen.config)
+    assert isinstance(reached, TrainConfig), err
+    saved = tmp_path / "run" / "config.json"
+    first = saved.read_bytes()
+    assert unset(json.loads(first)) == TRAIN_MAY_BE_NONE[method]
+    assert read_config(saved) == reached and same_again(reached, tmp_path / "copy.json") and (tmp_path / "copy.json").read_bytes() == first
+    saved.unlink()
+    (tmp_path / "again.py").write_text(f"from dspine_jax.config_io import read_config\nconfig = read_config({str(tmp_path / 'copy.json')!r})\n")
+    again, _, err = plan(files, [str(tmp_path / "again.py")], lambda seen: seen.config)
+    assert again == reached, err
+    assert saved.read_bytes() == first
+
+
+# ---- last, because it empties the cache of compiled loops ----------------------------------------
+
+
+def test_check_fails_where_the_loop_is_careless(files, generated, monkeypatch):
+    """The row of --check: one loop that accepts everything, with the option and without. A sound loop passes."""
+    (row,) = (row for row in GENERATE if row.option == "--check")
+    text = f"{row.common} {row.second}"
+    sound = generated(text)
+    assert sound.code == 0 and sound.report["matches_greedy"] is True
+
+    def careless(draft, logits_BKV):
+        choice_BK = jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32)
+        accepted_B = jnp.full(choice_BK.shape[:1], draft.tokens_BJ.shape[1])
+        return accepted_B, jnp.take_along_axis(choice_BK, accepted_B[:, None], axis=1)[:, 0]
+
+    monkeypatch.setattr(speculative, "judge_greedy", careless)
+    speculative._run_rounds.clear_cache()
+    try:
+        unchecked, checked = (run_generate(files, f"{row.common} {setting}") for setting in (row.first, row.second))
+        shown = run_generate(files, text.replace("--json", ""))
+    finally:
+        speculative._run_rounds.clear_cache()
+    assert row.observe(unchecked) == 0 and row.observe(checked) == 1 == shown.code
+    assert tokens(checked) == tokens(unchecked) != tokens(sound)
+    assert checked.report["matches_greedy"] is False and checked.report["largest_gap"] > 0 == sound.report["largest_gap"]
+    assert "DIFFERENT from plain greedy decoding" in shown.err
