@@ -33,6 +33,20 @@ def load_tokenizer(target: str | Path, tokenizer: str | Path | None = None):
         raise ValueError(f"{path}: no tokenizer can be made of the files there ({type(error).__name__}: {str(error).partition(chr(10))[0]})") from error
 
 
+def agreed_template_mode(asked: str | None, recorded: dict[str, str | None]) -> str:
+    """The one template mode of a run: what is asked for and what drafters and data record must not differ.
+
+    ``recorded`` maps what records a mode (for the message) to it, None where nothing is recorded. 'unset' when nobody says. Raises
+    ValueError naming two that differ.
+    """
+    said = {name: mode for name, mode in {"--template-mode": asked, **recorded}.items() if mode is not None}
+    (first, mode), *others = said.items() or [("", "unset")]
+    for name, other in others:
+        if other != mode:
+            raise ValueError(f"template mode {mode!r} of {first} is not {other!r} of {name}: drafter, data and prompts must share one mode")
+    return mode
+
+
 def render_chat(tokenizer, messages: list[dict[str, str]], template_mode: str = "unset", *, open_answer: bool) -> str:
     """The text of a whole conversation; with ``open_answer`` up to where the assistant's next answer begins.
 

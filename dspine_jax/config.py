@@ -1,7 +1,7 @@
 """Frozen configuration dataclasses, with the checks that need no weights.
 
 ``None`` in a size field means "as the target"; ``DrafterConfig.resolve`` replaces every such
-None, and only resolved configs are printed, saved and used to build models.
+None, and only resolved configs are saved and used to build models.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class DrafterConfig:
     vocab_size: int | None = None  # must equal the target's rows
     num_target_layers: int | None = None  # must equal the target's
     label_shift: Literal["same_position"] = "same_position"  # slot i predicts the token at anchor + i
+    template_mode: Literal["thinking", "non-thinking", "unset"] | None = None  # chat template mode of the training data; None: as the data say
 
     def __post_init__(self):
         _require(self.block_size >= 2, f"drafter.block_size {self.block_size} leaves no draft; it counts the anchor slot, use at least 2")

@@ -71,17 +71,24 @@ def load_target(path: str | Path, *, dtype=jnp.bfloat16, sharding: Callable[[tup
     return load_tensors(_abstract_target(config, dtype), tensors, source=str(path), dtype=dtype, rename=_hf_tensor_name, sharding=sharding)
 
 
-def save_target(folder: str | Path, target: Target, *, dtype=jnp.bfloat16, template: dict | None = None) -> None:
+def save_target(folder: str | Path, target: Target, *, dtype=jnp.bfloat16) -> None:
     """Write a target as a Hugging Face folder (config.json, model.safetensors) that ``load_target`` and transformers read.
 
-    ``template``: further keys of config.json, such as bos_token_id. A tokenizer is not written. The weights appear whole or not at all.
+    A tokenizer is not written. The weights appear whole or not at all.
     """
-    folder, c = Path(folder), target.config
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / ".model.safetensors.partial"
     tensors = {_hf_tensor_name(name): np.ascontiguousarray(x.astype(jnp.dtype(dtype))) for name, x in module_to_tensors(target).items()}
     save_file(tensors, partial, metadata={"format": "pt"})
     os.replace(partial, folder / "model.safetensors")
+    save_target_config(folder, target.config, dtype=dtype)
+
+
+def save_target_config(folder: str | Path, config: TargetConfig, *, dtype=jnp.bfloat16) -> None:
+    """Write config.json alone: enough for everything that reads no weights."""
+    folder, c = Path(folder), config
+    folder.mkdir(parents=True, exist_ok=True)
     content = {
         "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[c.family]],
         "model_type": c.family,
@@ -101,7 +108,7 @@ def save_target(folder: str | Path, target: Target, *, dtype=jnp.bfloat16, templ
         "eos_token_id": list(c.eos_token_ids),
         "torch_dtype": jnp.dtype(dtype).name,
     }
-    (folder / "config.json").write_text(json.dumps(content | (template or {}), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _abstract_target(config: TargetConfig, dtype) -> Target:

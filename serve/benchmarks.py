@@ -19,6 +19,7 @@ class Benchmark:
     name: str
     prompts: list[list[int]]
     answers: list[np.ndarray] | None
+    template_mode: str | None  # as recorded with stored continuations
 
 
 def dataset_folders(path: Path) -> list[Path]:
@@ -53,14 +54,15 @@ def stored_benchmarks(path: Path, vocab_size: int, limit: int | None) -> list[Be
         tokens_nS = np.asarray(data.tokens[:limit])
         spans = answer_spans(np.asarray(data.loss_mask[:limit]), np.asarray(data.lengths[:limit]))
         prompts = [[int(token) for token in row[:start]] for row, (start, _) in zip(tokens_nS, spans)]
-        benchmarks[name] = Benchmark(name, prompts, [row[start:stop] for row, (start, stop) in zip(tokens_nS, spans)])
+        benchmarks[name] = Benchmark(name, prompts, [row[start:stop] for row, (start, stop) in zip(tokens_nS, spans)], data.manifest.template_mode)
     return list(benchmarks.values())
 
 
-def prompt_benchmarks(path: Path, target: str, tokenizer: str | None, limit: int | None) -> list[Benchmark]:
+def prompt_benchmarks(path: Path, target: str, tokenizer: str | None, template_mode: str, limit: int | None) -> list[Benchmark]:
     """Benchmarks of JSONL prompt files, one a file, named by it; first turns only. Raises ValueError or FileNotFoundError by file and line."""
     files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
     if not files:
         raise FileNotFoundError(f"{path} holds no .jsonl file; each benchmark is one, a prompt a line (dspine-generate --help)")
     encoder = load_tokenizer(target, tokenizer)
-    return [Benchmark(file.stem, [chat_ids(encoder, conversation) for conversation in read_prompts(file)[:limit]], None) for file in files]
+    encode = lambda file: [chat_ids(encoder, conversation, template_mode) for conversation in read_prompts(file)[:limit]]  # noqa: E731
+    return [Benchmark(file.stem, encode(file), None, template_mode) for file in files]

@@ -21,15 +21,16 @@ from serve.scoring import plain_rounds
 MOST_LOOPING = 0.5  # share of tokens after the loop onset above which a speed says nothing of real text
 
 
-def timed(decoder: Decoder, prompts: list[list[int]], args: argparse.Namespace, progress) -> tuple[list[Generation], float]:
+def timed(decoder: Decoder, prompts: list[list[int]], evaluation) -> tuple[list[Generation], float]:
     """Answers and the seconds they took; compilation and one warm batch are not counted."""
+    args, batch_size = evaluation.args, evaluation.decode_batch_size
     options = dict(max_new_tokens=args.max_new_tokens, max_length=decoder.target.config.max_position_embeddings, seed=args.seed)
-    next(generate_batches(decoder, prompts, args.decode_batch_size, **options))
+    next(generate_batches(decoder, prompts, batch_size, **options))
     begin = time.perf_counter()
     answers = []
-    for batch in generate_batches(decoder, prompts, args.decode_batch_size, **options):
+    for batch in generate_batches(decoder, prompts, batch_size, **options):
         answers += batch
-        progress.update(len(batch))
+        evaluation.progress.update(len(batch))
     return answers, time.perf_counter() - begin
 
 
@@ -42,16 +43,16 @@ def compare_decoding(evaluation, sampling: SamplingConfig) -> list[dict]:
         def make():
             evaluation.progress.set_description(f"T{sampling.temperature:g} decoding {label} {policy} {drafts}")
             settings = DecodeSettings(drafts, sampling, "own" if policy == "greedy" else policy, target.config.eos_token_ids, args.dtype)
-            answers, seconds = timed(Decoder(target, drafter, settings), prompts, args, evaluation.progress)
+            answers, seconds = timed(Decoder(target, drafter, settings), prompts, evaluation)
             return {"tokens": [a.tokens for a in answers], "rounds": plain_rounds([a.rounds for a in answers]), "seconds": seconds}
 
-        inputs = (sampling, policy, weights, drafts, args.decode_batch_size, prompts)
-        return evaluation.part(f"T{sampling.temperature:g}-decode{args.decode_batch_size}-{label}-{policy}-{drafts}", inputs, make, len(prompts))
+        inputs = (sampling, policy, weights, drafts, evaluation.decode_batch_size, prompts)
+        return evaluation.part(f"T{sampling.temperature:g}-decode{evaluation.decode_batch_size}-{label}-{policy}-{drafts}", inputs, make, len(prompts))
 
     plain = decode(None, "", "plain", 0, "own")
     speed = lambda run: sum(map(len, run["tokens"])) / run["seconds"]  # noqa: E731
     plain_speed = speed(plain)  # 0 where no prompt leaves room for a token
-    common = {"batch_size": args.decode_batch_size, "prompts": len(prompts)}
+    common = {"batch_size": evaluation.decode_batch_size, "prompts": len(prompts)}
     proof = {"state": "identical", "identical": len(prompts)} if sampling.greedy else {"state": "sampled", "identical": None}
     first = {"method": "plain", "policy": "-", "drafts": 0, "tau": None, "replay_tau": None, "speedup": 1.0}
     entries = [_flagged(first | common | proof, plain, plain_speed)]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dspine_jax.chat import TEMPLATE_MODES, agreed_template_mode
+
 EPILOG = """examples:
   dspine-evaluate --target SmolLM2-135M-Instruct.Q4_1.gguf --data data/smollm2_dev --drafter runs/dspine/drafter --output out/eval
   dspine-evaluate --target my-target/ --benchmarks prompts/ --drafter dflash=runs/a/drafter --drafter dspine=runs/b/drafter \\
@@ -37,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     source.add_argument("--benchmarks", type=Path, help="JSONL file of prompts, or a folder of them")
     parser.add_argument("--output", required=True, type=Path, help="folder for results")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json for --benchmarks, where the target has none")
+    parser.add_argument("--template-mode", choices=TEMPLATE_MODES, help="chat template mode of --benchmarks (default: as the drafters were trained)")
     parser.add_argument("--prompts", type=int, help="score only the first N prompts of each benchmark")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="temperatures to score (default 0)")
     parser.add_argument("--top-k", type=int, default=0, help="at temperature > 0; 0 is off")
@@ -44,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="length of generated continuations and of real decoding (default 256)")
     parser.add_argument("--seed", type=int, default=0, help="of sampled continuations and acceptance (default 0)")
     parser.add_argument("--decode", type=int, default=0, metavar="N", help="also decode the first N prompts of each benchmark for real and time it (default 0)")
-    parser.add_argument("--decode-batch-size", type=int, default=1, help="prompts decoded together (default 1)")
+    parser.add_argument("--decode-batch-size", type=int, help="prompts decoded together (default 1)")
     parser.add_argument("--decode-drafts", type=int, nargs="+", metavar="J", help="draft lengths to decode with (default: what the drafters were trained for)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="compute precision (default bfloat16)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts at a time in replay and generation (default 8)")
@@ -59,6 +62,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("prompts", "batch_size", "anchors_per_chunk", "max_new_tokens", "decode_batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    for name in ("tokenizer", "template_mode"):
+        if args.data and getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} is for the text of --benchmarks; the rows of --data are token ids already")
+    for name in ("decode_batch_size", "decode_drafts"):
+        if not args.decode and getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} has an effect only with --decode N")
     if args.decode < 0:
         parser.error(f"--decode {args.decode} must be 0 (replay only) or positive")
     if len(set(args.temperature)) < len(args.temperature):
@@ -147,12 +156,16 @@ class Evaluation:
             listing = ", ".join(f"{folder} {count}" for (_, folder, _, _), count in zip(self.drafters, counts))
             raise ValueError(f"drafters are compared only at an equal number of drafts a round, these have: {listing}; score them in separate runs")
         self.decode_drafts = args.decode_drafts or [self.num_drafts]
+        self.decode_batch_size = args.decode_batch_size or 1
         if min(self.decode_drafts) < 1 or max(self.decode_drafts) > self.num_drafts:
             raise ValueError(f"--decode-drafts {' '.join(map(str, self.decode_drafts))} must lie in 1..{self.num_drafts}, what the drafters were trained for")
+        modes = {f"the drafter {folder}": drafter.config.template_mode for _, folder, drafter, _ in self.drafters}
         if args.data:
             self.benchmarks = stored_benchmarks(args.data, self.config.vocab_size, args.prompts)
+            agreed_template_mode(None, modes | {f"the data {b.name}": b.template_mode for b in self.benchmarks})
         else:
-            self.benchmarks = prompt_benchmarks(args.benchmarks, args.target, args.tokenizer, args.prompts)
+            mode = agreed_template_mode(args.template_mode, modes)
+            self.benchmarks = prompt_benchmarks(args.benchmarks, args.target, args.tokenizer, mode, args.prompts)
         self.target = load_target(args.target, dtype=self.dtype)
         self.parts = Parts(args.output / "parts")
         # What every part depends on beside its own inputs.

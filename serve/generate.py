@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from dspine_jax.chat import TEMPLATE_MODES
+
 EPILOG = """examples:
   dspine-generate --target SmolLM2-135M-Instruct.Q4_1.gguf --drafter runs/dspine/drafter "Why is the sky blue?"
   dspine-generate --target my-target/ --drafter my-drafter/ --prompts questions.jsonl --batch-size 8 --json
@@ -33,13 +35,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", required=True, help="HF folder or GGUF file")
     parser.add_argument("--drafter", help="drafter folder; without one the target decodes alone")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json, where the target has none")
+    parser.add_argument("--template-mode", choices=TEMPLATE_MODES, help="what the chat template is told of reasoning (default: as the drafter was trained)")
     parser.add_argument("--raw", action="store_true", help="take the text as it is, without the chat template")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
     parser.add_argument("--num-draft-tokens", type=int, help="drafts a round, up to what the drafter was trained for (default: all)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, help="0 is off")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 is off")
-    parser.add_argument("--policy", choices=("own", "tail_mixed", "point_mass"), default="own", help="what is drafted at temperature > 0 (docs/lossless.md)")
+    parser.add_argument("--policy", choices=("own", "tail_mixed", "point_mass"), help="what is drafted at temperature > 0 (default own; docs/lossless.md)")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default 1)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="compute precision (default bfloat16)")
@@ -60,6 +63,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"unrecognized argument {option}")
     if (args.prompt is None) == (args.prompts is None):
         parser.error("give one prompt, or a file with --prompts")
+    if args.policy and args.drafter is None:
+        parser.error(f"--policy {args.policy} says what a drafter drafts; give --drafter, or leave --policy out")
+    if args.raw and args.template_mode:
+        parser.error(f"--template-mode {args.template_mode} speaks of the chat template, which --raw leaves out; give one of the two")
     if args.check and args.drafter is None:
         parser.error("--check compares a drafter's text with plain decoding; give --drafter, or leave --check out")
     if args.check and args.temperature > 0:
@@ -149,7 +156,7 @@ def load(args: argparse.Namespace) -> tuple:
     """Read and check everything the command line names. -> (tokenizer, prompts, target, drafter or None, settings)."""
     import jax.numpy as jnp
 
-    from dspine_jax.chat import chat_ids, load_tokenizer
+    from dspine_jax.chat import agreed_template_mode, chat_ids, load_tokenizer
     from dspine_jax.drafter_io import load_drafter
     from dspine_jax.generation import check_ids, prompt_limits
     from dspine_jax.sampling import SamplingConfig
@@ -161,15 +168,16 @@ def load(args: argparse.Namespace) -> tuple:
     conversations = read_prompts(args.prompts) if args.prompts else [[{"role": "user", "content": args.prompt}]]
     config = read_target_config(args.target)
     tokenizer = load_tokenizer(args.target, args.tokenizer)
-    prompts = [tokenizer.encode(c[-1]["content"]) if args.raw else chat_ids(tokenizer, c) for c in conversations]
-    check_ids(prompts, config.vocab_size)  # before any weight is read
-    prompt_limits([len(p) for p in prompts], args.max_new_tokens, config.max_position_embeddings)
     dtype = jnp.dtype(args.dtype)
     drafter = load_drafter(args.drafter, config, dtype=dtype) if args.drafter else None
+    mode = agreed_template_mode(args.template_mode, {f"the drafter {args.drafter}": drafter.config.template_mode} if drafter else {})
+    prompts = [tokenizer.encode(c[-1]["content"]) if args.raw else chat_ids(tokenizer, c, mode) for c in conversations]
+    check_ids(prompts, config.vocab_size)  # before the target's weights are read
+    prompt_limits([len(p) for p in prompts], args.max_new_tokens, config.max_position_embeddings)
     drafts = args.num_draft_tokens
     if drafts is None:
         drafts = drafter.config.num_draft_tokens if drafter else 0
-    settings = DecodeSettings(drafts, sampling, args.policy, config.eos_token_ids, args.dtype)
+    settings = DecodeSettings(drafts, sampling, args.policy or "own", config.eos_token_ids, args.dtype)
     settings.check(drafter)
     return tokenizer, prompts, load_target(args.target, dtype=dtype), drafter, settings
 

@@ -46,6 +46,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU, JAX runs on {backend!r}; on a GPU machine run pytest -m gpu"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _bounded_memory():
+    """Drop a file's compiled programs at its end: over the whole suite they would fill several GB a worker."""
+    yield
+    import jax
+
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """Measuring data kept outside the repository: DSPINE_SHARED, else ../shared beside the repository."""

@@ -1,6 +1,8 @@
 """Dataset folders, the grain pipeline and the converter."""
 
+import contextlib
 import hashlib
+import io
 import json
 import pickle
 import subprocess
@@ -357,23 +359,35 @@ def _npz_rows():
     return {"tokens": tokens, "prompt_pad": np.array([2, 0, 1, 3, 3], np.int16), "answer_len": np.array([3, 3, 1, 0, 2], np.int16)}
 
 
+class Refused(Exception):
+    """The command ended with exit code 2; the text is what it said."""
+
+
+def _run_convert(arguments: list[str]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = convert.main(arguments)
+    if code:
+        assert code == 2 and said.getvalue().startswith("error: ")
+        raise Refused(said.getvalue())
+
+
 def _convert(tmp_path, arrays, *options, output="out"):
     np.savez(tmp_path / "rows.npz", **arrays)
-    convert.main([str(tmp_path / "rows.npz"), "--output", str(tmp_path / output), "--prompt-columns", "4", *options])
+    _run_convert([str(tmp_path / "rows.npz"), "--output", str(tmp_path / output), "--prompt-columns", "4", *options])
     return tmp_path / output
 
 
 def test_convert_strips_the_pad_and_marks_the_answer(tmp_path, capsys):
     tokenizer = tmp_path / "tok.json"
     tokenizer.write_text("{}")
-    options = ("--vocab-size", "26", "--target", "T", "--tokenizer", str(tokenizer), "--template-mode", "plain")
+    options = ("--vocab-size", "26", "--target", "T", "--tokenizer", str(tokenizer), "--template-mode", "non-thinking")
     folder = DatasetFolder(_convert(tmp_path, _npz_rows(), *options), 26)
     assert folder.tokens.tolist() == [[10, 11, 20, 21, 2, 0, 0], [12, 13, 14, 15, 22, 23, 24], [19, 25, 2, 0, 0, 0, 0]]
     assert folder.loss_mask.tolist() == [[0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 0, 0, 0, 0]]
     assert folder.lengths.tolist() == [5, 7, 3]
     about = folder.manifest
     assert about.skipped == {"no answer tokens": 1, "fewer than two neighbouring answer tokens": 1}
-    assert (about.name, about.target, about.tokenizer, about.template_mode) == ("out", "T", "tok.json", "plain")
+    assert (about.name, about.target, about.tokenizer, about.template_mode) == ("out", "T", "tok.json", "non-thinking")
     assert about.tokenizer_sha256 == "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a" and about.source.startswith("rows.npz, sha256 ")
     printed = capsys.readouterr().out
     assert "3 rows of width 7, 8 answer tokens" in printed and "1 no answer tokens" in printed and "1 fewer than two" in printed
@@ -398,7 +412,7 @@ def test_convert_benchmark_file_makes_a_folder_each(tmp_path):
 
 def test_convert_refuses_to_overwrite(tmp_path):
     output = _convert(tmp_path, _npz_rows())
-    with pytest.raises(SystemExit, match="dspine-convert: .*out exists and is not empty"):
+    with pytest.raises(Refused, match="error: .*out exists and is not empty"):
         _convert(tmp_path, _npz_rows(), "--limit", "1")
     assert DatasetFolder(output).num_rows == 3
     assert DatasetFolder(_convert(tmp_path, _npz_rows(), "--limit", "1", "--overwrite")).num_rows == 1
@@ -422,23 +436,23 @@ def test_convert_refuses_to_overwrite(tmp_path):
 )
 def test_convert_errors_write_nothing(change, options, message, tmp_path):
     arrays = {key: value for key, value in (_npz_rows() | change).items() if value is not None}
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(Refused, match=message):
         _convert(tmp_path, arrays, *options)
     assert not (tmp_path / "out").exists()
 
 
 def test_convert_refuses_bad_files_and_names(tmp_path):
     arrays = {f"../up_{key}": value for key, value in _npz_rows().items()}
-    with pytest.raises(SystemExit, match="benchmark name '../up' is not a plain folder name"):
+    with pytest.raises(Refused, match="benchmark name '../up' is not a plain folder name"):
         _convert(tmp_path, arrays)
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 not a zip")
-    with pytest.raises(SystemExit, match="bad.npz is not a readable .npz"):
-        convert.main([str(tmp_path / "bad.npz"), "--output", str(tmp_path / "out")])
+    with pytest.raises(Refused, match="bad.npz is not a readable .npz"):
+        _run_convert([str(tmp_path / "bad.npz"), "--output", str(tmp_path / "out")])
     np.savez(tmp_path / "object.npz", tokens=np.array([{}], dtype=object))
-    with pytest.raises(SystemExit, match="object.npz is not a readable .npz of plain arrays"):
-        convert.main([str(tmp_path / "object.npz"), "--output", str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match="absent.npz does not exist"):
-        convert.main([str(tmp_path / "absent.npz"), "--output", str(tmp_path / "out")])
+    with pytest.raises(Refused, match="object.npz is not a readable .npz of plain arrays"):
+        _run_convert([str(tmp_path / "object.npz"), "--output", str(tmp_path / "out")])
+    with pytest.raises(Refused, match="absent.npz does not exist"):
+        _run_convert([str(tmp_path / "absent.npz"), "--output", str(tmp_path / "out")])
 
 
 def test_convert_help_and_argument_checks(capsys, tmp_path):

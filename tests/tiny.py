@@ -83,7 +83,8 @@ def write_tokenizer(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <turn> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    template = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <turn> {% endfor %}{% if add_generation_prompt %}<assistant>"
+    template += "{% if enable_thinking is defined and not enable_thinking %} w119 w119{% endif %}{% endif %}"
     content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template, "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
     return folder

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import sys
 import zipfile
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from dspine_jax.chat import TEMPLATE_MODES
 from train.data import Manifest, pad_rows, refuse_overwrite, skip_reason, write_dataset
 
 EXAMPLES = """examples:
@@ -43,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--prompt-columns", type=int, help=f"prompt columns of a row (default {SINGLE_PROMPT_COLUMNS}, in a benchmark file {BENCHMARK_PROMPT_COLUMNS})"
     )
     parser.add_argument("--target", default="", help="identity of the target that wrote the answers, kept in the manifest")
-    parser.add_argument("--template-mode", help="chat template mode of the prompts, kept in the manifest")
+    parser.add_argument("--template-mode", choices=TEMPLATE_MODES, help="chat template mode of the prompts, kept in the manifest")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer file; its name and sha256 are kept in the manifest")
     parser.add_argument("--overwrite", action="store_true", help="replace the datasets in folders that are not empty")
     return parser
@@ -180,13 +182,18 @@ def _listing(skipped: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items())) or "none"
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Console entry point. Returns 0, 2 for bad input or a file error, 130 for Ctrl-C."""
     args = _parse_args(argv)
     try:
         convert(args)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"dspine-convert: {error}") from error
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,6 +22,7 @@ from dspine_jax.sharding import assert_shardings, batch_sharding, check_batch, m
 from dspine_jax.target import Target
 from dspine_jax.target_io import load_target, read_target_config
 from dspine_jax.transfer import build_transfer_space
+from train.chat_rows import check_template_mode
 from train.checkpoint import Checkpointer
 from train.data import DatasetFolder, make_iterator, token_frequencies
 from train.log import GIB, RunLog, average_metrics, peak_memory_gib
@@ -62,6 +63,10 @@ def run(config: TrainConfig) -> Path:
     target_config = read_target_config(config.target)
     config = dataclasses.replace(config, drafter=config.drafter.resolve(target_config))
     data = DatasetFolder(config.data.path, vocab_size=target_config.vocab_size)
+    if config.drafter.template_mode is not None:
+        check_template_mode(data.manifest, config.drafter.template_mode, config.data.path)
+    # The mode travels with the drafter, so that decoding renders prompts as training saw them.
+    config = dataclasses.replace(config, drafter=dataclasses.replace(config.drafter, template_mode=data.manifest.template_mode))
     workdir = Path(config.workdir)
     workdir.mkdir(parents=True, exist_ok=True)
 

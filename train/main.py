@@ -15,7 +15,8 @@ The same command in the same workdir resumes at the last complete checkpoint."""
 
 def build_parser() -> argparse.ArgumentParser:
     """Every option of ``dspine-train``."""
-    parser = argparse.ArgumentParser("dspine-train", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("dspine-train", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("config", help="Python file that defines `config = TrainConfig(...)`")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config field by its dotted name; repeatable")
     parser.add_argument("--print-config", action="store_true", help="print the config as JSON and stop")
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         config = apply_overrides(load_config(args.config), args.set)
         if args.print_config:
             print(json.dumps(config_to_dict(config), indent=2))
+            print("null sizes are taken from the target when the run starts; the resolved config is saved in the workdir", file=sys.stderr)
             return 0
         from train.loop import NonFiniteError, run
 

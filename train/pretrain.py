@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shutil
 import sys
@@ -20,7 +19,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Every option of the command."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m train.pretrain", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
-    parser.add_argument("--data", required=True, help="dataset folder (docs/data.md)")
+    parser.add_argument("--data", help="dataset folder (docs/data.md)")
+    parser.add_argument("--config-only", action="store_true", help="write config.json and the tokenizer and stop: dspine-prepare --keep-answers needs no more")
     parser.add_argument("--held-out", help="dataset folder whose loss is reported")
     parser.add_argument("--tokenizer", required=True, type=Path, help="folder with tokenizer.json, copied into the target")
     parser.add_argument("--output", required=True, type=Path, help="folder to write")
@@ -39,24 +39,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def train(args: argparse.Namespace) -> dict[str, float]:
-    """Train and write the target. -> the last record. Raises ValueError or OSError for bad input."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-    from flax import nnx
-    from tqdm import tqdm
-
-    from dspine_jax.config import DataConfig, TargetConfig
-    from dspine_jax.target import Target
-    from dspine_jax.target_io import save_target
-    from train.data import DatasetFolder, make_iterator
+def target_config(args: argparse.Namespace):
+    """The target's TargetConfig: sizes of the command line, vocabulary and end token of the tokenizer."""
+    from dspine_jax.config import TargetConfig
 
     spec = json.loads((args.tokenizer / "tokenizer.json").read_text())
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
     settings = json.loads((args.tokenizer / "tokenizer_config.json").read_text())
     num_tokens = 1 + max(max(spec["model"]["vocab"].values()), *added.values())
-    config = TargetConfig(
+    return TargetConfig(
         family="qwen3",
         vocab_size=num_tokens,
         num_tokens=num_tokens,
@@ -72,6 +63,30 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         eos_token_ids=(added[settings["eos_token"]],),
         max_position_embeddings=2 * args.max_length,
     )
+
+
+def write_tokenizer(args: argparse.Namespace) -> None:
+    """Copy the tokenizer into the target's folder."""
+    for name in TOKENIZER_FILES:
+        if (args.tokenizer / name).is_file():
+            shutil.copyfile(args.tokenizer / name, args.output / name)
+
+
+def train(args: argparse.Namespace) -> dict[str, float]:
+    """Train and write the target. -> the last record. Raises ValueError or OSError for bad input."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+    from tqdm import tqdm
+
+    from dspine_jax.config import DataConfig
+    from dspine_jax.target import Target
+    from dspine_jax.target_io import save_target
+    from train.data import DatasetFolder, make_iterator
+
+    config = target_config(args)
+    num_tokens = config.num_tokens
     dtype = jnp.dtype(args.dtype)
     data_config = DataConfig(path=args.data, batch_size=args.batch_size, max_length=args.max_length)
     batches = make_iterator(DatasetFolder(args.data, vocab_size=num_tokens), data_config=data_config, seed=args.seed)
@@ -129,16 +144,22 @@ def train(args: argparse.Namespace) -> dict[str, float]:
                 log.write(json.dumps(record) + "\n")
                 log.flush()
     save_target(args.output, nnx.merge(graph, params))
-    for name in TOKENIZER_FILES:
-        if (args.tokenizer / name).is_file():
-            shutil.copyfile(args.tokenizer / name, args.output / name)
-    return record | {"num_tokens": num_tokens, "config": dataclasses.asdict(config)}
+    write_tokenizer(args)
+    return record
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns 0, 2 for bad input, 130 for Ctrl-C."""
     args = build_parser().parse_args(argv)
     try:
+        if args.config_only:
+            from dspine_jax.target_io import save_target_config
+
+            save_target_config(args.output, target_config(args))
+            write_tokenizer(args)
+            return 0
+        if not args.data:
+            raise ValueError("give the text to learn with --data")
         record = train(args)
     except (ValueError, OSError, KeyError) as error:
         print(f"error: {error}", file=sys.stderr)
