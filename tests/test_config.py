@@ -253,7 +253,8 @@ def test_there_are_shipped_configs():
 @pytest.mark.parametrize("drafter", [DrafterConfig(mask_token_id=3), DSPINE], ids=["dflash", "dspine"])
 def test_resolved_drafter_has_no_none_and_reads_back(drafter, tmp_path):
     resolved = drafter.resolve(TARGET)
-    optional = {"injection"} if drafter.injection is None else set()  # None is DFlash there, not an unset number
+    # None is DFlash there and a mode that the data do not record, not an unset number.
+    optional = {"template_mode"} | ({"injection"} if drafter.injection is None else set())
     assert {name for name, value in config_to_dict(resolved).items() if value is None} == optional
     if resolved.injection is not None:
         assert None not in config_to_dict(resolved.injection).values()

@@ -233,7 +233,7 @@ def test_prompts_from_jsonl_are_continued_by_the_target(files, tmp_path, monkeyp
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / "letters.jsonl").write_text('{"prompt": "abc"}\n{"turns": ["de"]}\n')
     monkeypatch.setattr(benchmarks, "load_tokenizer", lambda *a: None)
-    monkeypatch.setattr(benchmarks, "chat_ids", lambda tokenizer, messages: [4 + ord(c) - ord("a") for c in messages[-1]["content"]])
+    monkeypatch.setattr(benchmarks, "chat_ids", lambda tokenizer, messages, mode: [4 + ord(c) - ord("a") for c in messages[-1]["content"]])
     base = ["--target", str(files / "target"), "--dtype", "float32", "--drafter", str(files / "a"), "--max-new-tokens", "9"]
     assert evaluate.main([*base, "--benchmarks", str(tmp_path / "prompts"), "--output", str(tmp_path / "out")]) == 0
     (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["temperatures"]["T0"]["methods"]["dflash"]["benchmarks"].values()
