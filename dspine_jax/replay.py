@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +136,43 @@ def make_accept_odds(
     """
     static = dict(dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk, sampling=sampling, policy=policy)
     return _compiled(_accept_odds, drafter, target, **static)
+
+
+def replay_shape(prompts: Sequence, answers: Sequence, *, batch_size: int, anchors_per_chunk: int) -> dict[str, int]:
+    """The one shape that ``replay_rows`` gives all batches of these rows: {"batch_size", "width", "num_anchors"}."""
+    up = lambda value, step: -(-max(value, 1) // step) * step  # noqa: E731
+    width = up(max(len(p) + len(a) for p, a in zip(prompts, answers)), 64)
+    return {"batch_size": batch_size, "width": width, "num_anchors": up(max(map(len, answers)), anchors_per_chunk)}
+
+
+def replay_rows(
+    judging: Callable[[np.ndarray, np.ndarray], jax.Array],
+    prompts: Sequence,
+    answers: Sequence,
+    *,
+    batch_size: int,
+    width: int,
+    num_anchors: int,
+    on_rows: Callable[[int], object] = lambda count: None,
+) -> list[np.ndarray]:
+    """What ``judging`` (``make_drafting``, ``make_accept_odds``) says at every answer position: [answer-1, K-1] a row, ids or odds.
+
+    prompts, answers: token ids of each row. ``on_rows`` hears of every batch that is done.
+    """
+    judged = []
+    for begin in range(0, len(prompts), batch_size):
+        rows = range(begin, min(begin + batch_size, len(prompts)))
+        tokens_BS = np.zeros((batch_size, width), np.int32)
+        anchors_BN = np.zeros((batch_size, num_anchors), np.int32)
+        counts = [max(len(answers[row]) - 1, 0) for row in rows]
+        for b, row in enumerate(rows):
+            start, stop = len(prompts[row]), len(prompts[row]) + len(answers[row])
+            tokens_BS[b, :start], tokens_BS[b, start:stop] = prompts[row], answers[row]
+            anchors_BN[b, : counts[b]] = start + np.arange(counts[b])
+        judged_BNJ = np.asarray(judging(tokens_BS, anchors_BN))
+        judged.extend(judged_BNJ[b, :count] for b, count in enumerate(counts))
+        on_rows(len(rows))
+    return judged
 
 
 def text_after_anchors(answer_T: np.ndarray, num_anchors: int, num_draft_tokens: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from dspine_jax.target import Target
 
-# Bound on the gap at which bfloat16 texts may part, in logits: twice the largest one measured on a real target (docs/lossless.md).
+# Bound on the gap at which bfloat16 texts may part, in logits: twice the largest margin measured on a real target (docs/lossless.md).
 BFLOAT16_GAP = 1.0
 
 

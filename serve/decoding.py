@@ -11,7 +11,7 @@ import numpy as np
 from dspine_jax.acceptance import acceptance_statistics
 from dspine_jax.drafter import Drafter
 from dspine_jax.generation import Generation, generate_batches
-from dspine_jax.replay import Round, longest_repeat, loop_onset, make_drafting, walk_rounds
+from dspine_jax.replay import Round, longest_repeat, loop_onset, make_drafting, replay_rows, replay_shape, walk_rounds
 from dspine_jax.sampling import SamplingConfig
 from dspine_jax.speculative import Decoder, DecodeSettings
 from dspine_jax.target import Target
@@ -35,7 +35,7 @@ def timed(decoder: Decoder, prompts: list[list[int]], evaluation) -> tuple[list[
 
 
 def compare_decoding(evaluation, sampling: SamplingConfig) -> list[dict]:
-    """One entry for plain decoding and one for each method, policy and draft length, over the first ``--decode`` prompts of all benchmarks."""
+    """Decode the first ``--decode`` prompts of an ``Evaluation``: an entry for plain decoding and one for each method, policy and draft length."""
     args, target = evaluation.args, evaluation.target
     prompts = [prompt for b in evaluation.benchmarks for prompt in b.prompts[: args.decode]]
 
@@ -76,17 +76,10 @@ def compare_decoding(evaluation, sampling: SamplingConfig) -> list[dict]:
 
 def _replay_tau(drafter: Drafter, target: Target, prompts: list[list[int]], answers: list[list[int]], drafts: int, args: argparse.Namespace) -> float | None:
     """Tau of a replay over what was decoded, with as many drafts a round: in fp32 it equals the decoded one to the last round."""
-    chunk = args.anchors_per_chunk
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers))
-    num_anchors = max(1, -(-max(map(len, answers)) // chunk)) * chunk
-    drafting = make_drafting(drafter, target, dtype=jnp.dtype(args.dtype), anchors_per_chunk=chunk)
-    rounds = []
-    for prompt, answer in zip(prompts, answers):
-        tokens_BS, anchors_BN = np.zeros((1, width), np.int32), np.zeros((1, num_anchors), np.int32)
-        tokens_BS[0, : len(prompt) + len(answer)] = prompt + answer
-        count = max(len(answer) - 1, 0)
-        anchors_BN[0, :count] = len(prompt) + np.arange(count)
-        rounds.append(walk_rounds(np.array(answer), np.asarray(drafting(tokens_BS, anchors_BN))[0, :count, :drafts]))
+    drafting = make_drafting(drafter, target, dtype=jnp.dtype(args.dtype), anchors_per_chunk=args.anchors_per_chunk)
+    shape = replay_shape(prompts, answers, batch_size=args.batch_size, anchors_per_chunk=args.anchors_per_chunk)
+    judged = replay_rows(drafting, prompts, answers, **shape)
+    rounds = [walk_rounds(np.array(answer), drafts_TJ[:, :drafts]) for answer, drafts_TJ in zip(answers, judged)]
     return acceptance_statistics(rounds, drafts).get("tau_pooled")
 
 

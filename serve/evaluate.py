@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -90,7 +91,7 @@ class Parts:
 
     def get(self, name: str, inputs: object, make):
         """The stored content of a part made from equal ``inputs``, else ``make()``, stored whole or not at all."""
-        path, key = self.folder / f"{name}.json", hashlib.sha256(repr(inputs).encode()).hexdigest()
+        path, key = self.folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.json", hashlib.sha256(repr(inputs).encode()).hexdigest()
         if path.is_file():
             stored = json.loads(path.read_text())
             if stored["key"] == key:
@@ -110,25 +111,6 @@ def content_hash(path: Path) -> str:
         with open(file, "rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
-
-
-def replay_benchmark(
-    judging, prompts: list[list[int]], answers: list[np.ndarray], *, batch_size: int, width: int, num_anchors: int, progress
-) -> list[np.ndarray]:
-    """Drafts or acceptance odds [answer-1, K-1] at every answer position of every row; shapes are equal for all batches."""
-    judged = []
-    for begin in range(0, len(prompts), batch_size):
-        rows = range(begin, min(begin + batch_size, len(prompts)))
-        tokens_BS = np.zeros((batch_size, width), np.int32)
-        anchors_BN = np.zeros((batch_size, num_anchors), np.int32)
-        for b, row in enumerate(rows):
-            start, stop = len(prompts[row]), len(prompts[row]) + len(answers[row])
-            tokens_BS[b, :start], tokens_BS[b, start:stop] = prompts[row], answers[row]
-            anchors_BN[b, : max(stop - 1 - start, 0)] = np.arange(start, stop - 1)
-        judged_BNJ = np.asarray(judging(tokens_BS, anchors_BN))
-        judged.extend(judged_BNJ[b, : max(len(answers[row]) - 1, 0)] for b, row in enumerate(rows))
-        progress.update(len(rows))
-    return judged
 
 
 class Evaluation:
@@ -224,19 +206,14 @@ class Evaluation:
     def score(self, sampling) -> dict:
         """Replay, and real decoding where asked, at one temperature."""
         from dspine_jax.drafter_io import drafter_parameter_counts
-        from dspine_jax.replay import loop_onset
+        from dspine_jax.replay import loop_onset, replay_shape
         from serve.decoding import compare_decoding
         from serve.scoring import summarise
 
         answers = {b.name: self.continuations(b, sampling) for b in self.benchmarks}
         onsets = {name: [loop_onset(answer) for answer in given] for name, given in answers.items()}
-        up = lambda value, step: -(-value // step) * step  # noqa: E731
-        lengths = [(len(p), len(a)) for b in self.benchmarks for p, a in zip(b.prompts, answers[b.name])]
-        shape = {
-            "batch_size": self.args.batch_size,
-            "width": up(max(p + a for p, a in lengths), 64),
-            "num_anchors": up(max(1, *(a for _, a in lengths)), self.args.anchors_per_chunk),
-        }
+        rows = [(prompt, answer) for b in self.benchmarks for prompt, answer in zip(b.prompts, answers[b.name])]
+        shape = replay_shape(*zip(*rows), batch_size=self.args.batch_size, anchors_per_chunk=self.args.anchors_per_chunk)
         variants: dict = {}
         for label, folder, drafter, weights in self.drafters:
             for policy in self.policies(drafter, sampling):
@@ -259,7 +236,7 @@ class Evaluation:
 
     def replay(self, drafter, sampling, policy: str, benchmark, answers: list[np.ndarray], onsets: list[int], shape: dict) -> dict[str, list]:
         """Rounds of one drafter over a benchmark's answers, in full and to the loop onset, as plain lists."""
-        from dspine_jax.replay import make_accept_odds, make_drafting, walk_rounds, walk_sampled_rounds
+        from dspine_jax.replay import make_accept_odds, make_drafting, replay_rows, walk_rounds, walk_sampled_rounds
         from serve.scoring import plain_rounds
 
         self.progress.set_description(f"T{sampling.temperature:g} replay {benchmark.name} {policy}")
@@ -268,7 +245,7 @@ class Evaluation:
             judging = make_drafting(drafter, self.target, **options)
         else:
             judging = make_accept_odds(drafter, self.target, sampling, policy, **options)
-        judged = replay_benchmark(judging, benchmark.prompts, answers, progress=self.progress, **shape)
+        judged = replay_rows(judging, benchmark.prompts, answers, on_rows=self.progress.update, **shape)
         scopes: dict[str, list] = {"full": [], "onset": []}
         for row, (answer, judged_TJ, onset) in enumerate(zip(answers, judged, onsets)):
             # The same uniforms for every drafter and policy: they are compared in pairs.

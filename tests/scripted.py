@@ -124,3 +124,10 @@ def chain_target(successor: dict[int, int]) -> Target:
         head_VD[after] = rows_VD[before] / np.linalg.norm(rows_VD[before])
     target.lm_head.embedding.set_value(jnp.asarray(head_VD))
     return target
+
+
+def accept_everything(draft, logits_BKV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A broken ``judge_greedy``: what must be noticed wherever text is compared."""
+    choice_BK = jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32)
+    accepted_B = jnp.full(choice_BK.shape[:1], draft.tokens_BJ.shape[1])
+    return accepted_B, jnp.take_along_axis(choice_BK, accepted_B[:, None], axis=1)[:, 0]

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scripted
 import tiny
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -1222,12 +1223,7 @@ def test_check_fails_where_the_loop_is_careless(files, generated, monkeypatch):
     sound = generated(text)
     assert sound.code == 0 and sound.report["matches_greedy"] is True
 
-    def careless(draft, logits_BKV):
-        choice_BK = jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32)
-        accepted_B = jnp.full(choice_BK.shape[:1], draft.tokens_BJ.shape[1])
-        return accepted_B, jnp.take_along_axis(choice_BK, accepted_B[:, None], axis=1)[:, 0]
-
-    monkeypatch.setattr(speculative, "judge_greedy", careless)
+    monkeypatch.setattr(speculative, "judge_greedy", scripted.accept_everything)
     speculative._run_rounds.clear_cache()
     try:
         unchecked, checked = (run_generate(files, f"{row.common} {setting}") for setting in (row.first, row.second))

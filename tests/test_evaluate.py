@@ -7,9 +7,11 @@ import warnings
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scripted
 import tiny
 from flax import nnx
 
+from dspine_jax import replay
 from dspine_jax.drafter import Drafter
 from dspine_jax.drafter_io import save_drafter
 from dspine_jax.generation import generate
@@ -203,8 +205,8 @@ def test_fewer_drafts_a_round_are_decoded_and_replayed_alike(files, tmp_path):
 def test_finished_parts_are_taken_over_and_those_of_other_inputs_are_not(files, tmp_path, monkeypatch):
     extra = ["--drafter", str(files / "a"), "--output", str(tmp_path)]
     calls = []
-    real = evaluate.replay_benchmark
-    monkeypatch.setattr(evaluate, "replay_benchmark", lambda *a, **k: calls.append(1) or real(*a, **k))
+    real = replay.replay_rows
+    monkeypatch.setattr(replay, "replay_rows", lambda *a, **k: calls.append(1) or real(*a, **k))
 
     def interrupted(*a, **k):
         if calls:
@@ -213,7 +215,7 @@ def test_finished_parts_are_taken_over_and_those_of_other_inputs_are_not(files, 
         return real(*a, **k)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "replay_benchmark", interrupted)
+        patch.setattr(replay, "replay_rows", interrupted)
         assert evaluate.main([*arguments(files), *extra]) == 130
     assert not (tmp_path / "results.json").exists()
     calls.clear()
@@ -246,12 +248,7 @@ def test_text_that_differs_fails_and_shows_no_speed(files, tmp_path, monkeypatch
     """L22: a benchmark whose text is not that of plain decoding exits non-zero."""
     from dspine_jax import speculative
 
-    def careless(draft, logits_BKV):
-        choice_BK = jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32)
-        accepted_B = jnp.full(choice_BK.shape[:1], draft.tokens_BJ.shape[1])
-        return accepted_B, jnp.take_along_axis(choice_BK, accepted_B[:, None], axis=1)[:, 0]
-
-    monkeypatch.setattr(speculative, "judge_greedy", careless)
+    monkeypatch.setattr(speculative, "judge_greedy", scripted.accept_everything)
     speculative._run_rounds.clear_cache()
     extra = ["--drafter", str(files / "a"), "--output", str(tmp_path), "--max-new-tokens", "16", "--decode", "2"]
     assert evaluate.main([*arguments(files), *extra]) == 1
