@@ -247,6 +247,7 @@ class TrainConfig:
 
     workdir: str = ""
     target: str = ""  # HF folder or GGUF file
+    init_from: str | None = None  # drafter folder whose weights training starts from; the optimizer starts anew
     steps: int = 1000
     seed: int = 0
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -261,6 +262,7 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
+        _require(self.init_from != "", "init_from is empty; give a drafter folder, or init_from=none to start from random weights")
         for name, value in (
             ("steps", self.steps),
             ("data.batch_size", self.data.batch_size),

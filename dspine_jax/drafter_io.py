@@ -33,11 +33,10 @@ def save_drafter(folder: str | Path, drafter: Drafter, *, dtype=jnp.float32) -> 
     save_config(drafter.config, folder / "config.json")
 
 
-def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, sharding: Callable[[tuple], jax.sharding.Sharding] | None = None) -> Drafter:
-    """Read a drafter folder for a target; sizes are compared with the target before any weight is read.
+def read_drafter_config(folder: str | Path, target: TargetConfig) -> DrafterConfig:
+    """The resolved config of a drafter folder, without reading a weight.
 
-    ``dtype`` None keeps fp32 parameters. Raises FileNotFoundError for missing files, ValueError when
-    the drafter belongs to another target or its tensors are not exactly those of its config.
+    Raises FileNotFoundError for missing files, ValueError when the drafter belongs to another target.
     """
     folder = Path(folder)
     for name in ("config.json", "model.safetensors"):
@@ -47,11 +46,20 @@ def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, shardi
     if stored.target_layer_ids is None:
         raise ValueError(f"{folder / 'config.json'}: target_layer_ids is missing; a drafter's taps are never guessed")
     try:
-        config = stored.resolve(target)
+        return stored.resolve(target)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
+
+
+def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, sharding: Callable[[tuple], jax.sharding.Sharding] | None = None) -> Drafter:
+    """Read a drafter folder for a target; sizes are compared with the target before any weight is read.
+
+    ``dtype`` None keeps fp32 parameters. Raises FileNotFoundError for missing files, ValueError when
+    the drafter belongs to another target or its tensors are not exactly those of its config.
+    """
+    config = read_drafter_config(folder, target)
     abstract = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
-    weights = folder / "model.safetensors"
+    weights = Path(folder) / "model.safetensors"
     return load_tensors(abstract, SafetensorsFiles([weights]), source=str(weights), dtype=dtype, sharding=sharding)
 
 

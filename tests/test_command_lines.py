@@ -104,14 +104,14 @@ def files(tmp_path_factory) -> Path:
     (root / "shuffled" / "tokenizer.json").write_text(json.dumps(content))
     (root / "no_template" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     config = read_target_config(root / "target")
-    for name, method, seed in (("dspine", "dspine", 1), ("dflash", "dflash", 2)):
+    for name, method, seed in (("dspine", "dspine", 1), ("dflash", "dflash", 2), ("twin", "dspine", 3)):
         drafter = Drafter(
             tiny.train_config(method, drafter={"num_layers": 1, "target_layer_ids": (0,)}, injection={"transfer_size": 8}).drafter.resolve(config),
             rngs=nnx.Rngs(seed),
         )
         tiny.randomise(drafter, seed)
         if method == "dspine":
-            drafter.transfer.basis.set_value(jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32))
+            drafter.transfer.basis.set_value(jnp.asarray(np.random.default_rng(seed - 1).normal(size=(16, 8)), jnp.float32))
         save_drafter(root / name, drafter)
     (root / "one.jsonl").write_text('{"prompt": "w10 w20"}\n')
     (root / "two.jsonl").write_text('{"prompt": "w10 w20"}\n{"turns": ["w30 w40 w50", "w60"]}\n')
@@ -779,6 +779,11 @@ def start_text(seen) -> str:
     return seen.start()
 
 
+def start_weights(seen) -> list:
+    """The weights that training starts from; shapes where they would be drawn."""
+    return [np.asarray(x).tobytes() if isinstance(x, jax.Array) else x.shape for x in jax.tree.leaves(seen.state.params)]
+
+
 def first_batches(seen) -> list:
     return [{name: x.tolist() for name, x in next(seen.iterator).items()} for _ in range(2)]
 
@@ -888,6 +893,7 @@ def config_row(name: str, second: object, *observe: Callable, first: object = No
 CONFIG = [
     config_row("workdir", "{another}", config_place),
     config_row("target", "{other}", target_weights),
+    config_row("init_from", "{twin}", start_weights, transfer_space, first="{dspine}"),
     config_row("steps", 77, step_text),
     config_row("seed", 1, start_text, first_batches),
     config_row("compute_dtype", "bfloat16", step_text, target_weights),
@@ -1186,10 +1192,10 @@ def test_convert_resolves_what_is_left_out(files, tmp_path):
     assert array("tokens")(outcome) == array("tokens")(explicit) and array("loss_mask")(outcome) == array("loss_mask")(explicit)
 
 
-# The folder's width; DFlash.
+# Random weights; the folder's width; DFlash; and these data record no mode.
 TRAIN_MAY_BE_NONE = {
-    "dflash": {"data.max_length", "drafter.injection", "drafter.template_mode"},  # the last: these data record no mode
-    "dspine": {"data.max_length", "drafter.template_mode"},
+    "dflash": {"init_from", "data.max_length", "drafter.injection", "drafter.template_mode"},
+    "dspine": {"init_from", "data.max_length", "drafter.template_mode"},
 }
 
 

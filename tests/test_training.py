@@ -378,6 +378,7 @@ class _Rows:
 LIVE = {
     "workdir": ("x", refusal),
     "target": ("x", refusal),
+    "init_from": ("x", refusal),  # what it does to the weights: tests/test_warm_start.py
     "steps": (77, step_text),
     "seed": (1, start_text),
     "compute_dtype": ("bfloat16", step_text),
@@ -453,6 +454,8 @@ def test_every_training_setting_changes_something(field, folders, tmp_path):
     if observe is refusal:
         config = dataclasses.replace(config, workdir=str(tmp_path / "a"), target=str(folders[0]), data=DataConfig(path=str(tmp_path / "none"), batch_size=8))
         value = "" if field == "workdir" else str(tmp_path / "another")
+    if field == "init_from":
+        config = dataclasses.replace(config, init_from=str(tmp_path / "none"), data=DataConfig(path=str(folders[1]), batch_size=8))
     if observe is files_of_a_run:
         config = dataclasses.replace(config, steps=5, checkpoint=CheckpointConfig(every=1, keep=3))
     changed = apply_overrides(config, [f"{field}={value}", *TOGETHER.get(field, [])])
@@ -561,8 +564,10 @@ def failure(capsys, *argv: str) -> str:
         ("optimizer.on_nonfinite=ignore", ["optimizer.on_nonfinite: ignore is not of type 'skip' or 'stop'"]),
         ("target=", ["target is not set"]),
         ("target=nowhere/model", ["nowhere/model: no such file or folder"]),
-        ("data.path=", ["data.path is not set"]),
-        ("data.path=nowhere/data", ["dataset folder 'nowhere/data' does not exist"]),
+        ("data.path=", ["data.path is not set", "dspine-prepare or dspine-convert"]),
+        ("data.path=nowhere/data", ["dataset folder 'nowhere/data' does not exist", "dspine-prepare or dspine-convert"]),
+        ("init_from=nowhere/drafter", ["init_from: nowhere/drafter is not a folder"]),
+        ("init_from=", ["init_from is empty"]),
         ("workdir=", ["workdir is not set"]),
         ("drafter.mask_token_id=none", ["drafter.mask_token_id is not set"]),
         ("drafter.mask_token_id=128", ["drafter.mask_token_id 128 is outside"]),

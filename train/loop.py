@@ -27,11 +27,13 @@ from train.checkpoint import Checkpointer
 from train.data import DatasetFolder, make_iterator, token_frequencies
 from train.log import GIB, RunLog, average_metrics, peak_memory_gib
 from train.step import TrainState, abstract_state, initial_state, make_train_step
+from train.warm_start import load_start
 
 # What may differ between a run and its resumption: none of it changes what a finite step computes.
 RESUMABLE_CHANGES = (
     "workdir",
     "target",
+    "init_from",
     "mesh",
     "log",
     "checkpoint",
@@ -50,14 +52,14 @@ def run(config: TrainConfig) -> Path:
     """Train to ``config.steps`` and return the exported drafter's folder.
 
     A workdir with checkpoints is resumed at its last complete step: parameters, moments, anchors and
-    batches continue bit for bit, on any mesh. Raises ValueError for an impossible config (before any
+    batches continue bit for bit, on any mesh; ``init_from`` has no say then. Raises ValueError for an impossible config (before any
     weight is read where possible), NonFiniteError as ``optimizer.on_nonfinite`` says.
     """
     for name in ("workdir", "target"):
         if not getattr(config, name):
             raise ValueError(f"{name} is not set; give it in the config file or with --set {name}=...")
     if not config.data.path:
-        raise ValueError("data.path is not set; give a dataset folder with --set data.path=... (dspine-convert makes one)")
+        raise ValueError("data.path is not set; give a dataset folder with --set data.path=... (dspine-prepare or dspine-convert makes one)")
     mesh = make_mesh(config.mesh)
     check_batch(config.data.batch_size, mesh)
     target_config = read_target_config(config.target)
@@ -72,25 +74,36 @@ def run(config: TrainConfig) -> Path:
 
     checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
     iterator = make_iterator(data, data_config=config.data, seed=config.seed, process_index=jax.process_index(), process_count=jax.process_count())
-    identity = {"config": config_to_dict(config), "target": config_to_dict(target_config), "data": data.manifest.sha256}
     resume_step = checkpointer.latest_step()
     if resume_step is not None:
-        check_same_run(checkpointer.read_meta(resume_step), config, target_config, identity["data"], workdir)
+        meta = checkpointer.read_meta(resume_step)
+        check_same_run(meta, config, target_config, data.manifest.sha256, workdir)
+        started_from = meta["config"].get("init_from")
+        if config.init_from is not None:
+            begun = started_from or "random weights"
+            print(f"init_from {config.init_from} is not read: {workdir} goes on from its own step {resume_step} (begun from {begun})")
+        config = dataclasses.replace(config, init_from=started_from)  # the record of how the run began stays
         if resume_step >= config.steps and (workdir / "drafter" / "model.safetensors").is_file():
             print(f"{workdir} is already at step {resume_step} of {config.steps}: nothing to do")
             checkpointer.close()
             return workdir / "drafter"
     save_config(config, workdir / "config.json")
+    identity = {"config": config_to_dict(config), "target": config_to_dict(target_config), "data": data.manifest.sha256}
 
     with jax.set_mesh(mesh):
-        target = load_sharded_target(config, target_config, mesh)
         graphdef, abstract = abstract_state(config)
         shardings = tree_shardings(abstract, mesh)
+        start = None
+        if resume_step is None and config.init_from is not None:  # refused, if at all, before the target is read
+            start = load_start(config.init_from, config.drafter, target_config, shardings)
+        target = load_sharded_target(config, target_config, mesh)
         if resume_step is not None:
             state = checkpointer.restore(resume_step, abstract, shardings, iterator)
         else:
             state = initial_state(config, mesh)
-            if config.drafter.injection is not None:
+            if start is not None:
+                state = dataclasses.replace(state, params=start[0], frozen=start[1])
+            elif config.drafter.injection is not None:
                 state = with_transfer_space(state, target, data, config)
         assert_shardings(state, shardings)
         print(describe(config, mesh, data, nnx.merge(graphdef, state.params, state.frozen), resume_step))

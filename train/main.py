@@ -9,6 +9,7 @@ import sys
 EPILOG = """examples:
   dspine-train configs/smollm2_135m_dspine.py --set target=SmolLM2-135M-Instruct.Q4_1.gguf --set data.path=data/smollm2
   dspine-train configs/smollm2_135m_dspine.py --set drafter.injection.layers=(4,) --set workdir=runs/last_only
+  dspine-train my_config.py --set init_from=runs/a/drafter --set workdir=runs/b      start from a trained drafter's weights
   dspine-train my_config.py --print-config          show the config with every override applied
 The same command in the same workdir resumes at the last complete checkpoint."""
 
