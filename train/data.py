@@ -125,7 +125,7 @@ class DatasetFolder:
     def __init__(self, path: str | os.PathLike, vocab_size: int | None = None):
         self.path = Path(path)
         if not self.path.is_dir():
-            raise FileNotFoundError(f"dataset folder {str(path)!r} does not exist; make one with dspine-convert (docs/data.md)")
+            raise FileNotFoundError(f"dataset folder {str(path)!r} does not exist; make one with dspine-prepare or dspine-convert (docs/data.md)")
         for name in ("manifest.json", *ARRAYS):
             if not (self.path / name).is_file():
                 raise FileNotFoundError(f"{self.path / name} is missing; the folder is not a dataset or its writing was broken off, make it again")
