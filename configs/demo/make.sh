@@ -3,7 +3,7 @@
 # usage: bash configs/demo/make.sh TRAIN.npz TOKENIZER_FOLDER WORK [pretraining steps] [drafter steps]
 # TOKENIZER_FOLDER holds the tokenizer of the stored answers. One GPU: minutes. Run again to go on where it stopped.
 set -euo pipefail
-npz=$1 tokenizer=$2 work=$3 pretrain_steps=${4:-6000} drafter_steps=${5:-3000}
+npz=$1 tokenizer=$2 work=$3 pretrain_steps=${4:-3500} drafter_steps=${5:-6000}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/../.."
 mkdir -p "$work"
@@ -28,5 +28,6 @@ for method in dflash dspine; do
     --set data.path="$work/train" --set workdir="$work/$method" --set steps="$drafter_steps" --set data.batch_size=32 \
     --set anchors.num_anchors=48 --set data.max_length=384 --set compute_dtype=bfloat16 --set log.every=50
 done
-python -m serve.evaluate --target "$work/target" --data "$work/evaluation" --output "$work/eval" --dtype float32 \
-  --drafter dflash="$work/dflash/drafter" --drafter dspine="$work/dspine/drafter" --decode 16
+python configs/demo/pack.py "$work" "$work/demo"
+python -m serve.evaluate --target "$work/target" --data "$work/evaluation" --output "$work/eval" --dtype float32 --batch-size 32 \
+  --drafter dflash="$work/dflash/drafter" --drafter dspine="$work/dspine/drafter"
