@@ -1,4 +1,4 @@
-"""Every option of the four command lines and every training setting does something (G01); unset means default (G04); dspine-generate as a whole.
+"""Every option of the six command lines and every training setting does something (G01); unset means default (G04); dspine-generate as a whole.
 
 A row of a table gives two settings of one option and what must differ between them. A report that only repeats the
 option's value is no effect: rows look at text, rounds, arrays, shapes, files and exit codes.
@@ -25,6 +25,8 @@ import numpy as np
 import pytest
 import scripted
 import tiny
+from chats import PLAIN as PLAIN_TEMPLATE
+from chats import THINKING, assistant, make_tokenizer, user, write_chat_target, write_jsonl, write_text
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -38,9 +40,10 @@ from dspine_jax.sampling import SamplingConfig
 from dspine_jax.selection import transition_cache
 from dspine_jax.sharding import tree_shardings
 from dspine_jax.speculative import DecodeSettings
+from dspine_jax.target import Target
 from dspine_jax.target_io import read_target_config
 from serve import decoding, evaluate, generate, plots
-from train import convert, loop
+from train import convert, loop, prepare, pretrain
 from train import main as training
 from train.data import Manifest, write_dataset
 from train.step import _initial_state, abstract_state, make_train_step
@@ -90,6 +93,9 @@ def files(tmp_path_factory) -> Path:
         patch.setattr(tiny, "TARGET", SMALL)
         for name in ("target", "other", "bare"):
             tiny.write_target(root / name)
+        patch.setattr(tiny, "TARGET", dataclasses.replace(SMALL, max_position_embeddings=256))
+        for name in ("chat", "other_chat"):
+            write_chat_target(root / name, THINKING)
         patch.setattr(tiny, "TARGET", dataclasses.replace(SMALL, num_layers=4))
         tiny.write_target(root / "deep")
     for name in ("target", "other", "shuffled", "no_template"):
@@ -99,6 +105,18 @@ def files(tmp_path_factory) -> Path:
         tensors["lm_head.weight"] *= sign
         tensors["lm_head.weight"][2] = 0  # the end token is never the likeliest: greedy texts have the length that is asked for
         save_file(tensors, root / name / "model.safetensors")
+    tensors = load_file(root / "other_chat" / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"][::-1].copy()}, root / "other_chat" / "model.safetensors")
+    make_tokenizer(PLAIN_TEMPLATE).save_pretrained(root / "plain")
+    talks = [{"messages": [user(question), assistant("an answer")]} for question in ("the cat", "x", "what is ab?")]
+    write_jsonl(root / "talks.jsonl", talks)
+    write_jsonl(root / "flawed.jsonl", [*talks, {"text": "x"}])
+    write_jsonl(root / "other_talks.jsonl", [{"messages": [user("7*6"), assistant("another")]}])
+    for name, seed in (("text", 0), ("other_text", 1)):
+        write_text(root / name, seed)
+    content = json.loads((root / "other_text" / "tokenizer" / "tokenizer.json").read_text())
+    content["model"]["vocab"]["w120"] = 120
+    (root / "other_text" / "tokenizer" / "tokenizer.json").write_text(json.dumps(content))
     content = json.loads((root / "shuffled" / "tokenizer.json").read_text())
     content["model"]["vocab"] = {word: i if i < 7 else 126 - i for word, i in content["model"]["vocab"].items()}
     (root / "shuffled" / "tokenizer.json").write_text(json.dumps(content))
@@ -706,6 +724,176 @@ def test_convert_writes_where_output_says_and_over_a_folder_only_when_told(files
     assert replaced.code == 0 and array("tokens")(replaced) != array("tokens")(first)
 
 
+# ---- dspine-prepare: G01 ------------------------------------------------------------------------
+
+KEPT = "{talks.jsonl} --target {chat} --keep-answers --max-length 60"
+ANSWERED = "{talks.jsonl} --target {chat} --dtype float32 --max-length 60 --max-new-tokens 12 --batch-size 2"
+OWN = f"{ANSWERED} --self-prompts 30 --max-prompt-tokens 40"
+
+
+def run_prepare(root: Path, text: str, folder: Path) -> Outcome:
+    outcome = Outcome(folder=folder)
+    with spied(outcome):
+        return call(prepare.main, [*filled(text, root), "--output", str(folder)], outcome)
+
+
+def files_written(outcome: Outcome) -> set[str]:
+    return {path.name for path in outcome.folder.iterdir()} if outcome.folder.exists() else set()
+
+
+def rows_accounted_for(outcome: Outcome) -> int:
+    return manifest("rows")(outcome) + sum(manifest("skipped")(outcome).values())
+
+
+PREPARE = [
+    Row("input", "{talks.jsonl}", "{other_talks.jsonl}", array("tokens"), KEPT.replace("{talks.jsonl}", "")),
+    Row("--target", "", "--target {other_chat}", (array("tokens"), manifest("target")), ANSWERED),
+    Row("--tokenizer", "", "--tokenizer {plain}", array("tokens"), KEPT),
+    Row("--template-mode", "", "--template-mode non-thinking", (array("tokens"), manifest("template_mode")), ANSWERED),
+    Row("--max-length", "", "--max-length 40", array("lengths"), KEPT),
+    Row("--limit", "", "--limit 2", array("lengths"), KEPT),
+    Row("--strict", "", "--strict", exit_code, KEPT.replace("talks", "flawed")),
+    Row("--dry-run", "", "--dry-run", files_written, KEPT),
+    Row("--keep-answers", "", "--keep-answers", array("tokens"), "{talks.jsonl} --target {chat} --max-length 60"),
+    Row("--temperature", "", "--temperature 0", array("tokens"), ANSWERED),
+    Row("--top-p", "", "--top-p 1e-6", array("tokens"), ANSWERED),
+    Row("--top-k", "", "--top-k 1", array("tokens"), ANSWERED),
+    Row("--seed", "", "--seed 1", array("tokens"), ANSWERED),
+    Row("--max-new-tokens", "", "--max-new-tokens 5", array("lengths"), ANSWERED),
+    Row("--batch-size", "", "--batch-size 3", lambda o: set(o.started), ANSWERED),
+    Row("--dtype", "", "--dtype bfloat16", weights_dtype, ANSWERED),
+    Row("--self-prompts", "", "--self-prompts 24", rows_accounted_for, OWN),
+    Row("--prompt-temperature", "", "--prompt-temperature 2", array("tokens"), OWN),
+    Row("--max-prompt-tokens", "", "--max-prompt-tokens 20", (array("tokens"), manifest("skipped")), OWN),
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(files, tmp_path_factory):
+    """``run_prepare`` into a new folder, once for each command line."""
+    done = {}
+
+    def run(text: str) -> Outcome:
+        key = tuple(filled(text, files))
+        if key not in done:
+            done[key] = run_prepare(files, text, tmp_path_factory.mktemp("prepared") / "set")
+        return done[key]
+
+    return run
+
+
+@pytest.mark.parametrize("row", PREPARE, ids=lambda row: row.option)
+def test_every_option_of_prepare_changes_something(row, prepared):
+    """G01."""
+    first, second = (prepared(f"{row.common} {setting}") for setting in (row.first, row.second))
+    assert first.code == 0, first.err
+    assert second.code == 0 or row.observe is exit_code, second.err
+    row.check(first, second)
+
+
+def test_the_rows_of_prepare_look_as_they_should(prepared):
+    """Not only that they differ."""
+    greedy = array("tokens")(prepared(f"{ANSWERED} --temperature 0"))
+    assert array("tokens")(prepared(f"{ANSWERED} --top-k 1")) == greedy == array("tokens")(prepared(f"{ANSWERED} --top-p 1e-6"))
+    assert array("tokens")(prepared(f"{ANSWERED} --batch-size 3")) == array("tokens")(prepared(ANSWERED))
+    assert max(array("loss_mask")(prepared(f"{ANSWERED} --max-new-tokens 5")), key=sum).count(1) == 5
+    assert array("lengths")(prepared(f"{KEPT} --limit 2")) == array("lengths")(prepared(KEPT))[:2]
+    refused = prepared(f"{KEPT.replace('talks', 'flawed')} --strict")
+    assert refused.code == 2 and "flawed.jsonl, line 4: no messages" in refused.err and not refused.folder.exists()
+    dry = prepared(f"{KEPT} --dry-run")
+    assert files_written(dry) == set() and "3 of 3 rows can be used" in dry.out
+    assert rows_accounted_for(prepared(OWN)) == 3 + 30 and rows_accounted_for(prepared(f"{OWN} --self-prompts 24")) == 3 + 24
+
+
+def test_prepare_writes_where_output_says_and_over_a_folder_only_when_told(files, tmp_path):
+    """The rows of --output and --overwrite."""
+    first, second = (run_prepare(files, KEPT, tmp_path / name) for name in ("1", "2"))
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"} and array("tokens")(first) == array("tokens")(second)
+    other = KEPT.replace("{talks", "{other_talks")
+    refused = run_prepare(files, other, tmp_path / "2")
+    assert refused.code == 2 and "is not empty" in refused.err and array("tokens")(refused) == array("tokens")(first)
+    replaced = run_prepare(files, f"{other} --overwrite", tmp_path / "2")
+    assert replaced.code == 0 and array("tokens")(replaced) != array("tokens")(first)
+
+
+# ---- python -m train.pretrain: G01 --------------------------------------------------------------
+
+PRETRAINED = "--data {text/rows} --tokenizer {text/tokenizer} --hidden-size 16 --num-layers 1 --head-dim 8 --num-kv-heads 1 --intermediate-size 32"
+PRETRAINED += " --steps 3 --batch-size 8 --max-length 16 --learning-rate 0.05 --dtype float32"
+SIZED = f"{PRETRAINED} --config-only"
+
+
+def run_pretrain(root: Path, text: str, folder: Path) -> Outcome:
+    return call(pretrain.main, [*filled(text, root), "--output", str(folder)], Outcome(folder=folder))
+
+
+def learned(outcome: Outcome) -> dict:
+    """Every weight that was written."""
+    return {name: x.tobytes() for name, x in load_file(outcome.folder / "model.safetensors").items()}
+
+
+def weight_shapes(outcome: Outcome) -> dict:
+    """Of a target as config.json describes it: the one that is trained (tests/test_pretrain.py)."""
+    target = nnx.eval_shape(lambda: Target(read_target_config(outcome.folder), rngs=nnx.Rngs(0)))
+    return {path: variable.get_value().shape for path, variable in nnx.to_flat_state(nnx.state(target))}
+
+
+def last_record(outcome: Outcome) -> dict:
+    return json.loads((outcome.folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+PRETRAIN = [
+    Row("--data", "", "--data {other_text/rows}", learned, PRETRAINED),
+    Row("--config-only", "", "--config-only", files_written, PRETRAINED),
+    Row("--held-out", "--held-out {text/rows}", "--held-out {other_text/rows}", lambda o: last_record(o)["held_out_loss"], PRETRAINED),
+    Row("--tokenizer", "", "--tokenizer {other_text/tokenizer}", (weight_shapes, lambda o: tiny.fingerprints(o.folder)["tokenizer.json"]), SIZED),
+    Row("--hidden-size", "", "--hidden-size 24", weight_shapes, SIZED),
+    Row("--num-layers", "", "--num-layers 2", weight_shapes, SIZED),
+    Row("--head-dim", "", "--head-dim 4", weight_shapes, SIZED),
+    Row("--num-kv-heads", "", "--num-kv-heads 2", weight_shapes, SIZED),
+    Row("--intermediate-size", "", "--intermediate-size 24", weight_shapes, SIZED),
+    Row("--steps", "", "--steps 4", (learned, lambda o: last_record(o)["step"]), PRETRAINED),
+    Row("--batch-size", "", "--batch-size 5", learned, PRETRAINED),
+    Row("--max-length", "", "--max-length 9", learned, PRETRAINED),
+    Row("--learning-rate", "", "--learning-rate 0.01", learned, PRETRAINED),
+    Row("--weight-decay", "", "--weight-decay 5", learned, PRETRAINED),
+    Row("--seed", "", "--seed 1", learned, PRETRAINED),
+    Row("--dtype", "", "--dtype bfloat16", (learned, lambda o: last_record(o)["loss"]), PRETRAINED),
+]
+
+
+@pytest.fixture(scope="module")
+def pretrained(files, tmp_path_factory):
+    """``run_pretrain`` into a new folder, once for each command line."""
+    done = {}
+
+    def run(text: str) -> Outcome:
+        key = tuple(filled(text, files))
+        if key not in done:
+            done[key] = run_pretrain(files, text, tmp_path_factory.mktemp("pretrained") / "target")
+        return done[key]
+
+    return run
+
+
+@pytest.mark.parametrize("row", PRETRAIN, ids=lambda row: row.option)
+def test_every_option_of_pretrain_changes_something(row, pretrained):
+    """G01."""
+    first, second = (pretrained(f"{row.common} {setting}") for setting in (row.first, row.second))
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    row.check(first, second)
+
+
+def test_the_rows_of_pretrain_look_as_they_should(files, pretrained, tmp_path):
+    """Not only that they differ; and --output is where it writes, the same for the same command."""
+    whole, alone = pretrained(PRETRAINED), pretrained(SIZED)
+    assert files_written(alone) == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert files_written(whole) == files_written(alone) | {"model.safetensors", "metrics.jsonl"}
+    assert "held_out_loss" not in last_record(whole) and last_record(pretrained(f"{PRETRAINED} --steps 4"))["step"] == 4
+    again = run_pretrain(files, PRETRAINED, tmp_path / "elsewhere")
+    assert learned(again) == learned(whole) and [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
 # ---- dspine-train: G01 --------------------------------------------------------------------------
 
 
@@ -1050,12 +1238,16 @@ SEPARATE = {  # rows that are tests of their own
     "dspine-generate": set(),
     "dspine-evaluate": {"--output"},
     "dspine-convert": {"--output", "--overwrite"},
+    "dspine-prepare": {"--output", "--overwrite"},
+    "python -m train.pretrain": {"--output"},
     "dspine-train": {"config", "--set", "--print-config"},
 }
 COMMANDS = {
     "dspine-generate": (generate, GENERATE, "--target t hello"),
     "dspine-evaluate": (evaluate, EVALUATE, "--target t --drafter d --data x --output o"),
     "dspine-convert": (convert, CONVERT, "a.npz --output o"),
+    "dspine-prepare": (prepare, PREPARE, "a.jsonl --self-prompts 3 --target t --output o"),  # without the latter two options have no effect: below
+    "python -m train.pretrain": (pretrain, PRETRAIN, "--tokenizer t --output o"),
     "dspine-train": (training, [], "config.py"),
 }
 
@@ -1084,6 +1276,8 @@ PARSERS = {
     "dspine-generate": generate.parse_args,
     "dspine-evaluate": evaluate.parse_args,
     "dspine-convert": convert._parse_args,
+    "dspine-prepare": prepare.parse_args,
+    "python -m train.pretrain": lambda argv: pretrain.build_parser().parse_args(argv),
     "dspine-train": lambda argv: training.build_parser().parse_args(argv),
 }
 # Options that stay None when they are not given, and what that means.
@@ -1111,6 +1305,14 @@ MAY_BE_NONE = {
         "prompt_columns": "256, in a benchmark file 512",
         "template_mode": "not recorded",
         "tokenizer": "not recorded",
+    },
+    "dspine-prepare": {
+        "tokenizer": "the target's own",
+        "limit": "all rows",
+    },
+    "python -m train.pretrain": {
+        "data": "--config-only is given, or it is asked for",
+        "held_out": "no such loss is reported",
     },
     "dspine-train": {},
 }
@@ -1190,6 +1392,19 @@ def test_convert_resolves_what_is_left_out(files, tmp_path):
     assert (tmp_path / "again.json").read_bytes() == written
     explicit = run_convert(files, "{a.npz} --prompt-columns 256 --limit 4 --sources 0,1,2", tmp_path / "explicit")
     assert array("tokens")(outcome) == array("tokens")(explicit) and array("loss_mask")(outcome) == array("loss_mask")(explicit)
+
+
+def test_prepare_resolves_what_is_left_out(files, prepared, tmp_path):
+    """What has a default, written out, gives the same files to the byte."""
+    text = "{talks.jsonl} --target {chat} --max-length 60"
+    plain, args = prepared(text), prepare.parse_args([*filled(text, files), "--output", str(tmp_path / "set")])
+    assert unset(vars(args)) == {*MAY_BE_NONE["dspine-prepare"], "self_prompts"}
+    args.prompt_temperature = args.max_prompt_tokens = None  # refused where the target writes no prompts
+    argv = written_out(prepare.build_parser(), args)
+    explicit = call(prepare.main, argv)
+    assert {"--temperature", "--top-p", "--top-k", "--seed", "--max-new-tokens", "--batch-size", "--dtype"} <= set(argv) and explicit.code == 0, explicit.err
+    assert tiny.fingerprints(tmp_path / "set") == tiny.fingerprints(plain.folder) != {}
+    assert unset(dataclasses.asdict(read_config(tmp_path / "set" / "manifest.json", Manifest))) == set()
 
 
 # Random weights; the folder's width; DFlash; and these data record no mode.

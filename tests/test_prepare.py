@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from safetensors.numpy import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from chats import ENDLESS, PLAIN, THINKING, assistant, make_tokenizer, user, write_chat_target, write_jsonl
+from safetensors.numpy import load_file
 
 from dspine_jax.chat import TEMPLATE_MODES, chat_ids, load_tokenizer, render_chat
 from dspine_jax.generation import Generation, generate_batches
@@ -25,77 +24,17 @@ from train.chat_rows import ChatEncoder, check_template_mode, mask_of
 from train.data import DatasetFolder, Manifest
 from train.journal import NAME, Journal
 
-# ChatML with reasoning as newer chat models have it: shown for the last answer, taken out of earlier ones, and an empty
-# think block in the prompt when thinking is off.
-THINKING = """{%- set last = namespace(user=-1) -%}
-{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
-{%- for m in messages -%}
-{{- '<|im_start|>' + m.role + '\\n' -}}
-{%- if m.role == 'assistant' -%}
-{%- set text = m.content -%}{%- set reasoning = m.reasoning_content or '' -%}
-{%- if not reasoning and '</think>' in text -%}
-{%- set reasoning = text.split('</think>')[0].split('<think>')[-1] -%}{%- set text = text.split('</think>')[-1].lstrip('\\n') -%}
-{%- endif -%}
-{%- if loop.index0 > last.user -%}{{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' -}}{%- endif -%}
-{{- text -}}
-{%- else -%}{{- m.content -}}{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}
-{%- if enable_thinking is defined and not enable_thinking -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}{%- endif -%}"""
-PLAIN = """{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
-ENDLESS = PLAIN.replace("'<|im_end|>\\n'", "('\\n' if messages[0].role == 'system' else '<|im_end|>\\n')")
-SPECIAL = ("<|im_start|>", "<|im_end|>")
-
-
-def make_tokenizer(template, bytelevel=False):
-    """Characters with the merges "ab", "th" and newline pairs; or byte-level BPE whose post-processor cuts spaces off the offsets."""
-    chars = sorted(pre_tokenizers.ByteLevel.alphabet()) if bytelevel else [*map(chr, range(32, 127)), "\n"]
-    merges = [("a", "b"), ("t", "h"), ("\u0120", "a") if bytelevel else ("\n", "\n")]
-    vocab = {text: i for i, text in enumerate([*chars, *map("".join, merges), "<unk>"])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
-    backend.decoder = decoders.Fuse()
-    if bytelevel:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.post_processor, backend.decoder = processors.ByteLevel(trim_offsets=True), decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", clean_up_tokenization_spaces=False)
-    tokenizer.chat_template = template
-    return tokenizer
-
 
 def make_encoder(template=THINKING, mode="unset", **options):
     tokenizer = make_tokenizer(template, **options)
     return ChatEncoder(tokenizer, mode, [tokenizer.eos_token_id], len(tokenizer))
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text, **more):
-    return {"role": "assistant", "content": text} | more
-
-
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory):
     """{template name: folder of a tiny target with a real tokenizer}. Some texts end early; special tokens are rarely written."""
-    folders = {}
-    for name, template in (("thinking", THINKING), ("plain", PLAIN)):
-        folder = folders[name] = tiny.write_target(tmp_path_factory.mktemp("targets") / name)
-        tokenizer = make_tokenizer(template)
-        tokenizer.save_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": tokenizer.eos_token_id}
-        (folder / "config.json").write_text(json.dumps(config))
-        tensors = dict(load_file(folder / "model.safetensors"))
-        head = tensors["lm_head.weight"].copy()
-        for token in ("<unk>", "<|im_start|>", "<think>", "</think>"):
-            head[tokenizer.convert_tokens_to_ids(token)] = 0
-        head[tokenizer.eos_token_id] *= 2.5
-        save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
-    return folders
+    folder = tmp_path_factory.mktemp("targets")
+    return {name: write_chat_target(folder / name, template) for name, template in (("thinking", THINKING), ("plain", PLAIN))}
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +42,6 @@ def prompts(tmp_path_factory):
     """Six prompts of one turn; one holds U+2028."""
     texts = ("the cat", "what is ab?", "tell me of the \u2028 sea", "x", "a longer question about the path", "7*6")
     return write_jsonl(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", [{"prompt": text} for text in texts])
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def run(*argv):

@@ -4,14 +4,13 @@ import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny
+from chats import write_text
 from flax import nnx
 
 from dspine_jax.target_io import load_target, read_target_config, save_target
 from train import pretrain
-from train.data import Manifest, write_dataset
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "family": "llama", "num_tokens": 128, "eos_token_ids": (2, 5)}], ids=["qwen3", "llama"])
@@ -26,14 +25,7 @@ def test_a_saved_target_reads_back_bit_for_bit(changes, tmp_path):
 
 @pytest.fixture
 def text(tmp_path):
-    """A tokenizer, and rows of which every token follows from the one before."""
-    tiny.write_tokenizer(tmp_path / "tokenizer")
-    content = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
-    content["added_tokens"] = [{"id": 2, "content": "<end>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}]
-    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(content))
-    tokens = 10 + (np.random.default_rng(0).integers(0, 9, (40, 1)) + np.arange(16)) % 9
-    write_dataset(tmp_path / "rows", tokens, np.ones_like(tokens, bool), np.full(40, 16), Manifest(name="rows", source="made up"))
-    return tmp_path
+    return write_text(tmp_path)
 
 
 SIZES = "--hidden-size 16 --num-layers 1 --head-dim 8 --num-kv-heads 1 --intermediate-size 32 --max-length 16 --batch-size 8 --dtype float32".split()
