@@ -43,7 +43,7 @@ from dspine_jax.speculative import DecodeSettings
 from dspine_jax.target import Target
 from dspine_jax.target_io import read_target_config
 from serve import decoding, evaluate, generate, plots
-from train import convert, loop, prepare, pretrain
+from train import convert, data, loop, prepare, pretrain
 from train import main as training
 from train.data import Manifest, write_dataset
 from train.step import _initial_state, abstract_state, make_train_step
@@ -185,6 +185,7 @@ class Outcome:
     decoders: list = dataclasses.field(default_factory=list)  # every Decoder made
     started: list = dataclasses.field(default_factory=list)  # [B,S] of every prefill
     judged: list = dataclasses.field(default_factory=list)  # dspine-evaluate: every replay call
+    fed: list = dataclasses.field(default_factory=list)  # train.pretrain: tokens of every batch
     folder: Path | None = None
 
     @property
@@ -824,7 +825,16 @@ SIZED = f"{PRETRAINED} --config-only"
 
 
 def run_pretrain(root: Path, text: str, folder: Path) -> Outcome:
-    return call(pretrain.main, [*filled(text, root), "--output", str(folder)], Outcome(folder=folder))
+    outcome, make = Outcome(folder=folder), data.make_iterator
+
+    def watched(*args, **kwargs):
+        for batch in make(*args, **kwargs):
+            outcome.fed.append(batch["tokens"].tolist())
+            yield batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "make_iterator", watched)
+        return call(pretrain.main, [*filled(text, root), "--output", str(folder)], outcome)
 
 
 def learned(outcome: Outcome) -> dict:
@@ -838,6 +848,11 @@ def weight_shapes(outcome: Outcome) -> dict:
     return {path: variable.get_value().shape for path, variable in nnx.to_flat_state(nnx.state(target))}
 
 
+def attention_shape(axis: int) -> Callable:
+    """Heads (1) or their width (2) of the queries."""
+    return lambda outcome: next(shape[axis] for path, shape in weight_shapes(outcome).items() if path[-2:] == ("q_proj", "kernel"))
+
+
 def last_record(outcome: Outcome) -> dict:
     return json.loads((outcome.folder / "metrics.jsonl").read_text().splitlines()[-1])
 
@@ -847,17 +862,17 @@ PRETRAIN = [
     Row("--config-only", "", "--config-only", files_written, PRETRAINED),
     Row("--held-out", "--held-out {text/rows}", "--held-out {other_text/rows}", lambda o: last_record(o)["held_out_loss"], PRETRAINED),
     Row("--tokenizer", "", "--tokenizer {other_text/tokenizer}", (weight_shapes, lambda o: tiny.fingerprints(o.folder)["tokenizer.json"]), SIZED),
-    Row("--hidden-size", "", "--hidden-size 24", weight_shapes, SIZED),
+    Row("--hidden-size", "", "--hidden-size 24", (weight_shapes, attention_shape(1)), SIZED),
     Row("--num-layers", "", "--num-layers 2", weight_shapes, SIZED),
-    Row("--head-dim", "", "--head-dim 4", weight_shapes, SIZED),
+    Row("--head-dim", "", "--head-dim 4", (attention_shape(1), attention_shape(2)), SIZED),
     Row("--num-kv-heads", "", "--num-kv-heads 2", weight_shapes, SIZED),
     Row("--intermediate-size", "", "--intermediate-size 24", weight_shapes, SIZED),
     Row("--steps", "", "--steps 4", (learned, lambda o: last_record(o)["step"]), PRETRAINED),
-    Row("--batch-size", "", "--batch-size 5", learned, PRETRAINED),
+    Row("--batch-size", "", "--batch-size 5", (learned, lambda o: len(o.fed[0])), PRETRAINED),
     Row("--max-length", "", "--max-length 9", learned, PRETRAINED),
     Row("--learning-rate", "", "--learning-rate 0.01", learned, PRETRAINED),
     Row("--weight-decay", "", "--weight-decay 5", learned, PRETRAINED),
-    Row("--seed", "", "--seed 1", learned, PRETRAINED),
+    Row("--seed", "", "--seed 1", (learned, lambda o: o.fed), f"{PRETRAINED} --learning-rate 1e-12"),  # what is written is the start
     Row("--dtype", "", "--dtype bfloat16", (learned, lambda o: last_record(o)["loss"]), PRETRAINED),
 ]
 
@@ -1246,7 +1261,7 @@ COMMANDS = {
     "dspine-generate": (generate, GENERATE, "--target t hello"),
     "dspine-evaluate": (evaluate, EVALUATE, "--target t --drafter d --data x --output o"),
     "dspine-convert": (convert, CONVERT, "a.npz --output o"),
-    "dspine-prepare": (prepare, PREPARE, "a.jsonl --self-prompts 3 --target t --output o"),  # without the latter two options have no effect: below
+    "dspine-prepare": (prepare, PREPARE, "a.jsonl --self-prompts 3 --target t --output o"),  # else the options of own prompts are refused
     "python -m train.pretrain": (pretrain, PRETRAIN, "--tokenizer t --output o"),
     "dspine-train": (training, [], "config.py"),
 }
