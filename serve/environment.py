@@ -23,3 +23,10 @@ def environment() -> dict:
         "commit": answer.stdout.strip() if answer.returncode == 0 else "unknown",
         "date": datetime.date.today().isoformat(),
     }
+
+
+def default_dtype() -> str:
+    """The compute precision where none is asked for: bfloat16, but float32 on a CPU, which has no fast bfloat16."""
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--decode", type=int, default=0, metavar="N", help="also decode the first N prompts of each benchmark for real and time it (default 0)")
     parser.add_argument("--decode-batch-size", type=int, help="prompts decoded together (default 1)")
     parser.add_argument("--decode-drafts", type=int, nargs="+", metavar="J", help="draft lengths to decode with (default: what the drafters were trained for)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="compute precision (default bfloat16)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="compute precision (default bfloat16; float32 on a CPU)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts at a time in replay and generation (default 8)")
     parser.add_argument("--anchors-per-chunk", type=int, default=16, help="anchors of a prompt whose logits exist at one time (default 16)")
     return parser
@@ -124,7 +124,9 @@ class Evaluation:
         from dspine_jax.sampling import SamplingConfig
         from dspine_jax.target_io import load_target, read_target_config
         from serve.benchmarks import prompt_benchmarks, stored_benchmarks
+        from serve.environment import default_dtype
 
+        args.dtype = args.dtype or default_dtype()
         self.args, self.dtype = args, jnp.dtype(args.dtype)
         self.samplings = [SamplingConfig(t, args.top_k if t else 0, args.top_p if t else 1.0) for t in args.temperature]
         self.config = read_target_config(args.target)

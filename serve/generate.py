@@ -11,6 +11,7 @@ from pathlib import Path
 from dspine_jax.chat import TEMPLATE_MODES
 
 EPILOG = """examples:
+  dspine-generate "Why is the sky blue?"                                 the embedded demo: a small target and its DSpine drafter
   dspine-generate --target SmolLM2-135M-Instruct.Q4_1.gguf --drafter runs/dspine/drafter "Why is the sky blue?"
   dspine-generate --target my-target/ --drafter my-drafter/ --prompts questions.jsonl --batch-size 8 --json
   dspine-generate --target my-target/ "Why is the sky blue?"            plain decoding, no drafter
@@ -32,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("dspine-generate", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("prompt", nargs="?", help="the user's message")
     parser.add_argument("--prompts", type=Path, help="JSONL file of prompts")
-    parser.add_argument("--target", required=True, help="HF folder or GGUF file")
+    parser.add_argument("--target", help="HF folder or GGUF file (default: the embedded demo, with its DSpine drafter)")
     parser.add_argument("--drafter", help="drafter folder; without one the target decodes alone")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json, where the target has none")
     parser.add_argument("--template-mode", choices=TEMPLATE_MODES, help="what the chat template is told of reasoning (default: as the drafter was trained)")
@@ -45,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--policy", choices=("own", "tail_mixed", "point_mass"), help="what is drafted at temperature > 0 (default own; docs/lossless.md)")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default 1)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="compute precision (default bfloat16)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="compute precision (default bfloat16; float32 on a CPU)")
     parser.add_argument("--check", action="store_true", help="also decode plainly at temperature 0 and compare; exit 1 on a difference")
     parser.add_argument("--no-baseline", action="store_true", help="skip the plain run that the speed-up is measured against")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on standard output")
@@ -63,6 +64,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"unrecognized argument {option}")
     if (args.prompt is None) == (args.prompts is None):
         parser.error("give one prompt, or a file with --prompts")
+    if args.target is None:
+        from serve.assets import demo_folder
+
+        try:
+            args.target = str(demo_folder() / "target")
+        except FileNotFoundError as error:
+            parser.error(str(error))
+        args.drafter = args.drafter or str(demo_folder() / "dspine")
     if args.policy and args.drafter is None:
         parser.error(f"--policy {args.policy} says what a drafter drafts; give --drafter, or leave --policy out")
     if args.raw and args.template_mode:
@@ -162,8 +171,10 @@ def load(args: argparse.Namespace) -> tuple:
     from dspine_jax.sampling import SamplingConfig
     from dspine_jax.speculative import DecodeSettings
     from dspine_jax.target_io import load_target, read_target_config
+    from serve.environment import default_dtype
     from serve.prompts import read_prompts
 
+    args.dtype = args.dtype or default_dtype()
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
     conversations = read_prompts(args.prompts) if args.prompts else [[{"role": "user", "content": args.prompt}]]
     config = read_target_config(args.target)
