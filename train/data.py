@@ -221,6 +221,16 @@ def count_supervised(folder: DatasetFolder) -> int:
     return sum(int(np.count_nonzero(folder.loss_mask[start : start + ROWS_PER_CHUNK])) for start in range(0, folder.num_rows, ROWS_PER_CHUNK))
 
 
+def rows_holding(folder: DatasetFolder, token: int) -> int:
+    """Number of rows with ``token`` before their end."""
+    count = 0
+    for start in range(0, folder.num_rows, ROWS_PER_CHUNK):
+        rows = slice(start, start + ROWS_PER_CHUNK)
+        tokens_nS, lengths_n = np.asarray(folder.tokens[rows]), np.asarray(folder.lengths[rows])
+        count += int(((tokens_nS == token) & (np.arange(folder.width) < lengths_n[:, None])).any(axis=1).sum())
+    return count
+
+
 def token_frequencies(folder: DatasetFolder, vocab_size: int) -> np.ndarray:
     """float64 [V]: how often each token id is supervised. Raises ValueError when an id is not below ``vocab_size``."""
     counts_V = np.zeros(vocab_size, np.float64)

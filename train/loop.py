@@ -24,7 +24,7 @@ from dspine_jax.target_io import load_target, read_target_config
 from dspine_jax.transfer import build_transfer_space
 from train.chat_rows import check_template_mode
 from train.checkpoint import Checkpointer
-from train.data import DatasetFolder, make_iterator, token_frequencies
+from train.data import DatasetFolder, make_iterator, rows_holding, token_frequencies
 from train.log import GIB, RunLog, average_metrics, peak_memory_gib
 from train.step import TrainState, abstract_state, initial_state, make_train_step
 from train.warm_start import load_start
@@ -64,7 +64,7 @@ def run(config: TrainConfig) -> Path:
     check_batch(config.data.batch_size, mesh)
     target_config = read_target_config(config.target)
     config = dataclasses.replace(config, drafter=config.drafter.resolve(target_config))
-    data = DatasetFolder(config.data.path, vocab_size=target_config.vocab_size)
+    data = DatasetFolder(config.data.path, vocab_size=target_config.num_tokens)  # a label on a padded row of the table has no finite loss
     if config.drafter.template_mode is not None:
         check_template_mode(data.manifest, config.drafter.template_mode, config.data.path)
     # The mode travels with the drafter, so that decoding renders prompts as training saw them.
@@ -251,7 +251,9 @@ def describe(config: TrainConfig, mesh: Mesh, data: DatasetFolder, drafter, resu
     c = config.drafter
     per_step = config.data.batch_size * config.anchors.num_anchors
     chunk = config.data.batch_size * min(config.loss.vocab_chunk, config.anchors.num_anchors * c.num_draft_tokens) * c.vocab_size * 4
-    return "\n".join(
+    masked = rows_holding(data, c.mask_token_id)
+    warning = f"warning: the mask token {c.mask_token_id} occurs in {masked} rows of {config.data.path}; choose one that the text never holds\n"
+    return (warning if masked else "") + "\n".join(
         [
             f"{c.method}: {counts['total'] / 1e6:.2f}M trained parameters ({counts['injection'] / 1e6:.2f}M injection), "
             f"{c.num_layers} layers, block {c.block_size}, taps {c.target_layer_ids}",

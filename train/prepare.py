@@ -278,7 +278,8 @@ def run(args: argparse.Namespace) -> None:
     config = read_target_config(args.target)
     encoder = ChatEncoder(load_tokenizer(args.target, args.tokenizer), args.template_mode, config.eos_token_ids, config.vocab_size)
     opening = len(encoder.user_turn_ids()) if args.self_prompts else 0
-    for name, value in (("--max-length", args.max_length), ("--max-prompt-tokens", args.max_prompt_tokens + opening)):
+    own = [("--max-prompt-tokens", args.max_prompt_tokens + opening)] if args.self_prompts else []
+    for name, value in [("--max-length", args.max_length), *own]:
         if value > config.max_position_embeddings:
             raise ValueError(f"{name}: {value} tokens are more than the {config.max_position_embeddings} positions of {args.target}")
     if args.template_mode != "unset" and "enable_thinking" not in str(encoder.tokenizer.chat_template):
