@@ -87,9 +87,9 @@ class _Stream:
     def __init__(self, decoder, next_request, batch_size: int, max_length: int, room: int, seed: int, rows_per_refill: int, profile: Profile | None):
         self.decoder, self.next_request, self.max_length, self.room = decoder, next_request, max_length, room
         self.count, self.profile = min(rows_per_refill, batch_size), profile
-        block = decoder.settings.num_draft_tokens + 1
-        self.capacity = -(-(max_length + block) // CACHE_ROWS) * CACHE_ROWS
-        self.block, self.width = block, 0
+        # The newest token is not fed yet, so a block of drafts reaches this far past prompt and answer.
+        self.overhang, self.width = decoder.settings.num_draft_tokens, 0
+        self.capacity = -(-(max_length + self.overhang) // CACHE_ROWS) * CACHE_ROWS
         self.root = jax.random.key(seed)
         self.batch_size = batch_size
         self.free = list(range(batch_size))
@@ -134,7 +134,7 @@ class _Stream:
             prompts_nS[i, : len(request.prompt)] = request.prompt
             lengths_n[i], limit_n[i] = len(request.prompt), request.limit
             self.running[int(row_n[i])] = request
-            self.width = max(self.width, min(bucket(len(request.prompt) + request.limit + self.block), self.capacity))
+            self.width = max(self.width, min(bucket(len(request.prompt) + request.limit + self.overhang), self.capacity))
         if self.state is None:
             self.state = self.decoder.idle(self.batch_size, capacity=self.capacity, room=self.room)
         begin = time.perf_counter()
