@@ -13,13 +13,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dspine_jax.generation import FetchedRows, Generation, bucket, check_ids
 from dspine_jax.speculative import Decoder, DecodeState
 
 CACHE_ROWS = 64  # caches hold a multiple of this, which is what kernels read at a time
+
+
+def cache_rows(longest: int) -> int:
+    """Rows of the caches for texts of up to ``longest`` tokens, prompt included."""
+    return -(-longest // CACHE_ROWS) * CACHE_ROWS
+
+
+def group_size(batch_size: int) -> int:
+    """Prompts that are started together: a sixteenth of the batch, so that few rows idle until a group of them is free."""
+    return -(-batch_size // 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +49,6 @@ class Profile:
     decode_s: float = 0.0
     refills: int = 0
     calls: int = 0
-    tokens: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # (clock, tokens of finished answers) after each call
 
 
 def answer_stream(
@@ -59,37 +67,39 @@ def answer_stream(
 
     ``next_request`` gives None when there is none at the moment; requests may arise from answers that were yielded. Prompt and
     answer together have at most ``max_length`` tokens, an answer at most ``max_new_tokens``. Prompts are started ``rows_per_refill`` at a time
-    (default: a sixteenth of the batch), each group as wide as its longest one, rounded up to a power of two: that is one program a width, and one for
+    (default ``group_size``), each group as wide as its longest one, rounded up to a power of two: that is one program a width, and one for
     decoding. None of batch size, rounds or rows changes a text. Raises ValueError for a request that has no place.
     """
-    if min(batch_size, max_length, max_new_tokens, rounds_per_call, rows_per_refill or 1) < 1:
+    if min(batch_size, max_length, max_new_tokens, rounds_per_call, 1 if rows_per_refill is None else rows_per_refill) < 1:
         raise ValueError(
             f"batch_size {batch_size}, max_length {max_length}, max_new_tokens {max_new_tokens}, rounds_per_call {rounds_per_call}, "
             f"rows_per_refill {rows_per_refill}: each must be at least 1"
         )
-    stream = _Stream(decoder, next_request, batch_size, max_length, bucket(max_new_tokens), seed, rows_per_refill or -(-batch_size // 16), profile)
+    stream = _Stream(decoder, next_request, batch_size, max_length, max_new_tokens, seed, rows_per_refill or group_size(batch_size), profile)
     finished: dict[int, Request] = {}
     fetched = None
     while True:
-        stream.refill()
-        if stream.running:
-            stream.run(rounds_per_call)
-        elif not finished:
-            return
-        for row, request in finished.items():
-            yield request, fetched.answer(row, decoder.settings.stop_ids)
+        try:
+            stream.refill()
+            if stream.running:
+                stream.run(rounds_per_call)
+            elif not finished:
+                return
+        finally:  # what is finished is handed on before an error or an interruption is
+            for row, request in finished.items():
+                yield request, fetched.answer(row, decoder.settings.stop_ids)
         fetched, finished = stream.collect()
 
 
 class _Stream:
     """The decode state on the device, which request each row of it works on, and the requests that wait."""
 
-    def __init__(self, decoder, next_request, batch_size: int, max_length: int, room: int, seed: int, rows_per_refill: int, profile: Profile | None):
-        self.decoder, self.next_request, self.max_length, self.room = decoder, next_request, max_length, room
+    def __init__(self, decoder, next_request, batch_size: int, max_length: int, max_new_tokens: int, seed: int, rows_per_refill: int, profile: Profile | None):
+        self.decoder, self.next_request, self.max_length, self.max_new_tokens = decoder, next_request, max_length, max_new_tokens
         self.count, self.profile = min(rows_per_refill, batch_size), profile
         # The newest token is not fed yet, so a block of drafts reaches this far past prompt and answer.
         self.overhang, self.width = decoder.settings.num_draft_tokens, 0
-        self.capacity = -(-(max_length + self.overhang) // CACHE_ROWS) * CACHE_ROWS
+        self.capacity = cache_rows(max_length + self.overhang)
         self.root = jax.random.key(seed)
         self.batch_size = batch_size
         self.free = list(range(batch_size))
@@ -109,9 +119,9 @@ class _Stream:
 
     def _checked(self, request: Request) -> Request:
         check_ids([request.prompt], self.decoder.target.config.vocab_size, request.key)
-        if not 0 <= request.limit <= self.room or len(request.prompt) + request.limit > self.max_length:
+        if not 0 <= request.limit <= self.max_new_tokens or len(request.prompt) + request.limit > self.max_length:
             sizes = f"{len(request.prompt)} prompt tokens and {request.limit} to be written"
-            raise ValueError(f"request {request.key}: {sizes} do not fit max_length {self.max_length} with answers of up to {self.room}")
+            raise ValueError(f"request {request.key}: {sizes} do not fit max_length {self.max_length} with answers of up to {self.max_new_tokens}")
         return request
 
     def _group(self) -> list[Request]:
@@ -136,7 +146,7 @@ class _Stream:
             self.running[int(row_n[i])] = request
             self.width = max(self.width, min(bucket(len(request.prompt) + request.limit + self.overhang), self.capacity))
         if self.state is None:
-            self.state = self.decoder.idle(self.batch_size, capacity=self.capacity, room=self.room)
+            self.state = self.decoder.idle(self.batch_size, capacity=self.capacity, room=bucket(self.max_new_tokens))
         begin = time.perf_counter()
         self.state = self.decoder.refill(self.state, row_n, prompts_nS, lengths_n, limit_n, _keys(self.root, key_n))
         if self.profile is not None:
@@ -162,8 +172,6 @@ class _Stream:
         for row in finished:
             del self.running[row]
         self.free += finished
-        if self.profile is not None:
-            self.profile.tokens.append((time.perf_counter(), sum(int(fetched.count_B[row]) for row in finished)))
         return fetched, finished
 
 
