@@ -312,6 +312,12 @@ def _start(drafter_state, target_state, prompts_BS, lengths_B, limit_B, keys_B, 
     return start(drafter, nnx.merge(target_graph, target_state), prompts_BS, lengths_B, limit_B, keys_B, room, settings)
 
 
+@functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "settings", "batch", "capacity", "room"))
+def _idle(drafter_state, target_state, *, drafter_graph, target_graph, settings, batch, capacity, room) -> DecodeState:
+    drafter = None if drafter_graph is None else nnx.merge(drafter_graph, drafter_state)
+    return idle(drafter, nnx.merge(target_graph, target_state), batch, capacity, room, settings)
+
+
 @functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "settings"), donate_argnames=("state",))
 def _refill(drafter_state, target_state, state: DecodeState, row_n, prompts_nS, lengths_n, limit_n, keys_n, *, drafter_graph, target_graph, settings):
     drafter = None if drafter_graph is None else nnx.merge(drafter_graph, drafter_state)
@@ -336,7 +342,7 @@ class Decoder:
 
     def idle(self, batch: int, *, capacity: int, room: int) -> DecodeState:
         """A state of ``batch`` finished rows to refill: caches of ``capacity`` rows, ``room`` for output tokens."""
-        return jax.jit(lambda: idle(self.drafter, self.target, batch, capacity, room, self.settings))()
+        return _idle(self._drafter_state, self._target_state, batch=batch, capacity=capacity, room=room, **self._static)
 
     def refill(self, state: DecodeState, row_n, prompts_nS, lengths_n, limit_n, keys_n) -> DecodeState:
         """Start n prompts in rows ``row_n`` of the state, whose buffers are reused; a row number past its end drops a prompt."""
