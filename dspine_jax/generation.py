@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -48,20 +49,39 @@ def prompt_limits(lengths: Sequence[int], max_new_tokens: int, max_length: int |
     return limits
 
 
+_round = functools.lru_cache(maxsize=2**14)(Round)  # most are alike: plain decoding writes one a token
+
+
+@dataclasses.dataclass(frozen=True)
+class FetchedRows:
+    """What the rows of a decode state have produced so far, on the host."""
+
+    tokens_BT: np.ndarray
+    count_B: np.ndarray
+    finished_B: np.ndarray
+    rounds_B: np.ndarray
+    accepted_BT: np.ndarray
+    proposed_BT: np.ndarray
+    committed_BT: np.ndarray
+
+    @classmethod
+    def of(cls, state: DecodeState) -> FetchedRows:
+        """Wait for the device and copy."""
+        return cls(*jax.device_get([getattr(state, field.name) for field in dataclasses.fields(cls)]))
+
+    def answer(self, b: int, stop_ids: tuple[int, ...]) -> Generation:
+        """The text of one row."""
+        tokens, rounds = self.tokens_BT[b, : self.count_B[b]].tolist(), slice(self.rounds_B[b])
+        committed_R = self.committed_BT[b, rounds]
+        anchor_R = np.cumsum(committed_R) - committed_R
+        log = list(map(_round, anchor_R.tolist(), self.proposed_BT[b, rounds].tolist(), self.accepted_BT[b, rounds].tolist(), committed_R.tolist()))
+        return Generation(tokens, log, "stop" if tokens and tokens[-1] in stop_ids else "length" if self.finished_B[b] else "unfinished")
+
+
 def read_rows(state: DecodeState, stop_ids: tuple[int, ...]) -> list[Generation]:
     """What each row of a decode state has produced so far."""
-    names = ("tokens_BT", "count_B", "finished_B", "rounds_B", "accepted_BT", "proposed_BT", "committed_BT")
-    tokens, count, finished, rounds, accepted, proposed, committed = jax.device_get([getattr(state, name) for name in names])
-    answers = []
-    for b in range(len(count)):
-        log, anchor = [], 0
-        for r in range(rounds[b]):
-            log.append(Round(anchor, int(proposed[b, r]), int(accepted[b, r]), int(committed[b, r])))
-            anchor += int(committed[b, r])
-        row = [int(token) for token in tokens[b, : count[b]]]
-        reason = "stop" if row and row[-1] in stop_ids else "length" if finished[b] else "unfinished"
-        answers.append(Generation(row, log, reason))
-    return answers
+    fetched = FetchedRows.of(state)
+    return [fetched.answer(b, stop_ids) for b in range(len(fetched.count_B))]
 
 
 def generate(

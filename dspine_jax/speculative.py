@@ -21,7 +21,7 @@ from flax import nnx
 
 from dspine_jax.drafter import Drafter
 from dspine_jax.kv_cache import KVCache
-from dspine_jax.sampling import SamplingConfig, draw, probabilities, residual
+from dspine_jax.sampling import SamplingConfig, draw, probabilities, residual, sample
 from dspine_jax.selection import (
     Draft,
     anchor_features,
@@ -99,24 +99,21 @@ def start(
     keys_B: jax.Array,
     room: int,
     settings: DecodeSettings,
+    capacity: int | None = None,
 ) -> DecodeState:
     """Prefill right-padded prompts and choose the first token, which is the first anchor.
 
     prompts [B,S] int, lengths [B] >= 1, limit [B] output tokens a row may have (0: finished at once),
-    keys [B] typed random keys, room >= limit. The caches hold S + room + block rows, so no round
+    keys [B] typed random keys, room >= limit. The caches hold ``capacity`` rows; by default S + room + block, so no round
     can run over their end.
     """
     B, S = prompts_BS.shape
     dtype = jnp.dtype(settings.dtype)
-    capacity = S + room + settings.num_draft_tokens + 1
+    capacity = S + room + settings.num_draft_tokens + 1 if capacity is None else capacity
     taps = drafter.config.target_layer_ids if drafter is not None else ()
     out = target.prefill(prompts_BS, lengths_B, capacity=capacity, target_layer_ids=taps, dtype=dtype)
     last_BD = jnp.take_along_axis(out.hidden_BTD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
-    logits_BV = target.logits(last_BD)
-    if settings.sampling.greedy:
-        first_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    else:
-        first_B = draw(slot_keys(keys_B, 0), probabilities(logits_BV, settings.sampling))
+    first_B = sample(slot_keys(keys_B, 0), target.logits(last_BD), settings.sampling)
     draft_cache = None
     if drafter is not None:
         draft_cache = drafter.extend_cache(drafter.empty_cache(B, capacity, dtype), out.tapped_BTE, lengths_B)
@@ -136,6 +133,40 @@ def start(
         committed_BT=zeros,
         keys_B=keys_B,
     )
+
+
+def idle(drafter: Drafter | None, target: Target, batch: int, capacity: int, room: int, settings: DecodeSettings) -> DecodeState:
+    """A state whose rows are all finished and empty, for ``insert`` to fill."""
+    c, dtype = target.config, jnp.dtype(settings.dtype)
+    zeros_B, zeros_BT = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, room), jnp.int32)
+    return DecodeState(
+        target_cache=KVCache.empty(batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, dtype),
+        draft_cache=None if drafter is None else drafter.empty_cache(batch, capacity, dtype),
+        anchor_B=zeros_B,
+        tokens_BT=zeros_BT,
+        count_B=zeros_B,
+        limit_B=zeros_B,
+        finished_B=jnp.ones((batch,), bool),
+        rounds_B=zeros_B,
+        accepted_BT=zeros_BT,
+        proposed_BT=zeros_BT,
+        committed_BT=zeros_BT,
+        keys_B=jax.random.split(jax.random.key(0), batch),
+    )
+
+
+def insert(state: DecodeState, fresh: DecodeState, row_n: jax.Array) -> DecodeState:
+    """Put row i of a state just started into row row_n[i] of another; rows past its end are dropped.
+
+    The fresh caches and token arrays may be narrower: what lies behind their end is never read before it is written.
+    """
+
+    def put(old, new):
+        if old.ndim == 1:
+            return old.at[row_n].set(new, mode="drop")
+        return old.at[row_n, : new.shape[1]].set(new, mode="drop")
+
+    return jax.tree.map(put, state, fresh)
 
 
 def propose(drafter: Drafter, target: Target, state: DecodeState, keys_B: jax.Array, settings: DecodeSettings) -> Draft:
@@ -195,8 +226,11 @@ def judge_sampled(
     return accepted_B, draw(next_keys_B, law_BV)
 
 
-def decoding_round(drafter: Drafter | None, target: Target, state: DecodeState, settings: DecodeSettings) -> DecodeState:
-    """Draft, verify, accept, commit. Finished rows pass through unchanged but for rows of cache past their length."""
+def decoding_round(drafter: Drafter | None, target: Target, state: DecodeState, settings: DecodeSettings, width: int | None = None) -> DecodeState:
+    """Draft, verify, accept, commit. Finished rows pass through unchanged but for rows of cache past their length.
+
+    ``width``: how many rows of the target's cache are read, where not all can be filled.
+    """
     J, sampling = settings.num_draft_tokens, settings.sampling
     # A key a row and round: a row's text does not depend on its neighbours, nor on how rounds are cut into calls.
     keys_B = jax.vmap(jax.random.fold_in)(state.keys_B, state.rounds_B + 1)
@@ -205,14 +239,14 @@ def decoding_round(drafter: Drafter | None, target: Target, state: DecodeState, 
     draft = propose(drafter, target, state, draw_keys_B, settings) if J else point_mass(jnp.zeros((B, 0), jnp.int32))
     block_BK = jnp.concatenate([state.anchor_B[:, None], draft.tokens_BJ], axis=1)
     taps = drafter.config.target_layer_ids if state.draft_cache is not None else ()
-    out = target.verify(block_BK, state.target_cache, target_layer_ids=taps, dtype=jnp.dtype(settings.dtype))
+    out = target.verify(block_BK, state.target_cache, target_layer_ids=taps, dtype=jnp.dtype(settings.dtype), width=width)
     logits_BKV = target.logits(out.hidden_BTD)
     if sampling.greedy:
         accepted_B, next_B = judge_greedy(draft, logits_BKV)
     elif J:
         accepted_B, next_B = judge_sampled(draft, logits_BKV, accept_keys_B, next_keys_B, sampling)
     else:
-        accepted_B, next_B = jnp.zeros((B,), jnp.int32), draw(next_keys_B, probabilities(logits_BKV[:, 0], sampling))
+        accepted_B, next_B = jnp.zeros((B,), jnp.int32), sample(next_keys_B, logits_BKV[:, 0], sampling)
 
     index_K = jnp.arange(J + 1)
     new_BK = jnp.where(index_K == accepted_B[:, None], next_B[:, None], jnp.pad(draft.tokens_BJ, ((0, 0), (0, 1))))
@@ -256,8 +290,8 @@ def _is_stop(tokens: jax.Array, settings: DecodeSettings) -> jax.Array:
     return found
 
 
-@functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "settings"), donate_argnames=("state",))
-def _run_rounds(drafter_state, target_state, state: DecodeState, max_rounds: jax.Array, *, drafter_graph, target_graph, settings) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "settings", "width"), donate_argnames=("state",))
+def _run_rounds(drafter_state, target_state, state: DecodeState, max_rounds: jax.Array, *, drafter_graph, target_graph, settings, width=None) -> DecodeState:
     drafter = None if drafter_graph is None else nnx.merge(drafter_graph, drafter_state)
     target = nnx.merge(target_graph, target_state)
 
@@ -267,7 +301,7 @@ def _run_rounds(drafter_state, target_state, state: DecodeState, max_rounds: jax
 
     def one(carry):
         done, state = carry
-        return done + 1, decoding_round(drafter, target, state, settings)
+        return done + 1, decoding_round(drafter, target, state, settings, width)
 
     return jax.lax.while_loop(go_on, one, (jnp.int32(0), state))[1]
 
@@ -276,6 +310,20 @@ def _run_rounds(drafter_state, target_state, state: DecodeState, max_rounds: jax
 def _start(drafter_state, target_state, prompts_BS, lengths_B, limit_B, keys_B, *, drafter_graph, target_graph, settings, room) -> DecodeState:
     drafter = None if drafter_graph is None else nnx.merge(drafter_graph, drafter_state)
     return start(drafter, nnx.merge(target_graph, target_state), prompts_BS, lengths_B, limit_B, keys_B, room, settings)
+
+
+@functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "settings", "batch", "capacity", "room"))
+def _idle(drafter_state, target_state, *, drafter_graph, target_graph, settings, batch, capacity, room) -> DecodeState:
+    drafter = None if drafter_graph is None else nnx.merge(drafter_graph, drafter_state)
+    return idle(drafter, nnx.merge(target_graph, target_state), batch, capacity, room, settings)
+
+
+@functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "settings"), donate_argnames=("state",))
+def _refill(drafter_state, target_state, state: DecodeState, row_n, prompts_nS, lengths_n, limit_n, keys_n, *, drafter_graph, target_graph, settings):
+    drafter = None if drafter_graph is None else nnx.merge(drafter_graph, drafter_state)
+    S = prompts_nS.shape[1]
+    fresh = start(drafter, nnx.merge(target_graph, target_state), prompts_nS, lengths_n, limit_n, keys_n, 1, settings, capacity=S)
+    return insert(state, fresh, row_n)
 
 
 class Decoder:
@@ -292,6 +340,17 @@ class Decoder:
         """Jitted ``start``; shapes (B, S, room) decide the compilation."""
         return _start(self._drafter_state, self._target_state, prompts_BS, lengths_B, limit_B, keys_B, room=room, **self._static)
 
-    def run(self, state: DecodeState, max_rounds: int) -> DecodeState:
-        """Up to ``max_rounds`` rounds in one device call; the given state's buffers are reused."""
-        return _run_rounds(self._drafter_state, self._target_state, state, jnp.int32(max_rounds), **self._static)
+    def idle(self, batch: int, *, capacity: int, room: int) -> DecodeState:
+        """A state of ``batch`` finished rows to refill: caches of ``capacity`` rows, ``room`` for output tokens."""
+        return _idle(self._drafter_state, self._target_state, batch=batch, capacity=capacity, room=room, **self._static)
+
+    def refill(self, state: DecodeState, row_n, prompts_nS, lengths_n, limit_n, keys_n) -> DecodeState:
+        """Start n prompts in rows ``row_n`` of the state, whose buffers are reused; a row number past its end drops a prompt."""
+        return _refill(self._drafter_state, self._target_state, state, row_n, prompts_nS, lengths_n, limit_n, keys_n, **self._static)
+
+    def run(self, state: DecodeState, max_rounds: int, *, width: int | None = None) -> DecodeState:
+        """Up to ``max_rounds`` rounds in one device call; the given state's buffers are reused.
+
+        ``width``: how many rows of the target's cache are read; it must cover prompt, output and a block of every unfinished row.
+        """
+        return _run_rounds(self._drafter_state, self._target_state, state, jnp.int32(max_rounds), width=width, **self._static)

@@ -18,6 +18,7 @@ from dspine_jax.config import TargetConfig, check_target_layer_ids
 from dspine_jax.kv_cache import KVCache, write_rows
 from dspine_jax.layers import Attention, Embedding, RMSNorm, SwiGLU
 from dspine_jax.vocabulary import vocabulary_logits
+from pallas_kernels.cached_attention import cached_attention
 
 
 @jax.tree_util.register_dataclass
@@ -109,26 +110,28 @@ class Target(nnx.Module):
         out = self._forward(tokens_BS, None, target_layer_ids, dtype, capacity=capacity)
         return dataclasses.replace(out, cache=out.cache.with_lengths(lengths_B))
 
-    def verify(self, block_BK: jax.Array, cache: KVCache, *, target_layer_ids: tuple[int, ...] = (), dtype=jnp.float32) -> TargetOutput:
+    def verify(
+        self, block_BK: jax.Array, cache: KVCache, *, target_layer_ids: tuple[int, ...] = (), dtype=jnp.float32, width: int | None = None
+    ) -> TargetOutput:
         """Run K tokens against the cache, at positions lengths..lengths+K-1.
 
         The K new rows are written, the counters are left as they are: the caller commits what was
-        accepted with ``cache.with_lengths``. hidden [B,K,D], taps [B,K,M*D].
+        accepted with ``cache.with_lengths``. hidden [B,K,D], taps [B,K,M*D]. With ``width`` only that many rows
+        of the cache are read; it must cover lengths + K of every row that matters.
         """
-        return self._forward(block_BK, cache, target_layer_ids, dtype, capacity=None)
+        return self._forward(block_BK, cache, target_layer_ids, dtype, capacity=None, width=width)
 
     def step(self, token_B: jax.Array, cache: KVCache, *, target_layer_ids: tuple[int, ...] = (), dtype=jnp.float32) -> TargetOutput:
         """Feed one token per row and commit it. hidden [B,1,D]."""
         out = self.verify(token_B[:, None], cache, target_layer_ids=target_layer_ids, dtype=dtype)
         return dataclasses.replace(out, cache=out.cache.with_lengths(cache.lengths_B + 1))
 
-    def _forward(self, tokens_BT, cache, target_layer_ids, dtype, *, capacity) -> TargetOutput:
+    def _forward(self, tokens_BT, cache, target_layer_ids, dtype, *, capacity, width=None) -> TargetOutput:
         check_target_layer_ids(target_layer_ids, self.config.num_layers)
         B, T = tokens_BT.shape
         start_B = jnp.zeros((B,), jnp.int32) if cache is None else cache.lengths_B
         positions_BT = start_B[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
-        width = T if cache is None else cache.capacity
-        visible_BTS = jnp.arange(width)[None, None, :] <= positions_BT[:, :, None]
+        visible_BTT = jnp.arange(T)[None, None, :] <= positions_BT[:, :, None]
         x_BTD = jnp.take(self.input_embedding_VD, tokens_BT, axis=0).astype(dtype)
         taps: dict[int, jax.Array] = {}
         keys, values = [], []
@@ -138,7 +141,9 @@ class Target(nnx.Module):
             k, v = layer.self_attn.keys_values(z, positions_BT)
             if cache is not None:
                 k, v = write_rows(cache.keys[index], k, start_B), write_rows(cache.values[index], v, start_B)
-            attended = attend(q, k, v, visible_BTS)
+                attended = cached_attention(q, k, v, start_B, width=width)
+            else:
+                attended = attend(q, k, v, visible_BTT)
             if cache is not None or capacity is not None:
                 room = ((0, 0), (0, 0 if cache is not None else capacity - T), (0, 0), (0, 0))
                 keys.append(jnp.pad(k, room))

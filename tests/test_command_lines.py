@@ -183,7 +183,7 @@ class Outcome:
     err: str = ""
     answers: list = dataclasses.field(default_factory=list)  # dspine-generate: with their rounds
     decoders: list = dataclasses.field(default_factory=list)  # every Decoder made
-    started: list = dataclasses.field(default_factory=list)  # [B,S] of every prefill
+    started: list = dataclasses.field(default_factory=list)  # [B,S] of every prefill, or of the caches of a batch that is refilled
     judged: list = dataclasses.field(default_factory=list)  # dspine-evaluate: every replay call
     fed: list = dataclasses.field(default_factory=list)  # train.pretrain: tokens of every batch
     folder: Path | None = None
@@ -211,8 +211,8 @@ def call(main: Callable, argv: list[str], outcome: Outcome | None = None, out: i
 
 @contextlib.contextmanager
 def spied(outcome: Outcome):
-    """Let an outcome see every Decoder and every prefill."""
-    make, start = speculative.Decoder.__init__, speculative.Decoder.start
+    """Let an outcome see every Decoder, every prefill and every batch that is to be refilled."""
+    make, start, idle = speculative.Decoder.__init__, speculative.Decoder.start, speculative.Decoder.idle
 
     def made(self, *args):
         make(self, *args)
@@ -222,9 +222,14 @@ def spied(outcome: Outcome):
         outcome.started.append(prompts_BS.shape)
         return start(self, prompts_BS, *args, **kwargs)
 
+    def refilled(self, batch, *, capacity, room):
+        outcome.started.append((batch, capacity))
+        return idle(self, batch, capacity=capacity, room=room)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculative.Decoder, "__init__", made)
         patch.setattr(speculative.Decoder, "start", started)
+        patch.setattr(speculative.Decoder, "idle", refilled)
         yield patch
 
 

@@ -552,7 +552,7 @@ def test_needs_are_printed_and_a_full_disk_is_refused(targets, prompts, tmp_path
     args = prepare.parse_args([str(x) for x in (prompts, *options)])
     sizes = prepare.needs(config, 1_000_000, args)
     assert sizes["arrays"] == 1_000_000 * (1000 * 3 + 4)  # uint16 ids and a byte of mask, an int32 a row
-    assert sizes["cache"] == 2 * 3 * 8 * (1024 + 128 + 1) * 2 * 16 * 2  # keys and values, layers, rows, positions, heads, width, bytes
+    assert sizes["cache"] == 2 * 3 * (8 + 1) * 1024 * 2 * 16 * 2  # keys and values, layers, rows and those just started, positions, heads, width, bytes
     tensors = load_file(targets["plain"] / "model.safetensors")
     assert sizes["weights"] == 2 * sum(x.size for x in tensors.values()) and sizes["logits"] == 4 * 8 * 128
     wide = prepare.needs(dataclasses.replace(config, vocab_size=70_000), 10, args)

@@ -471,8 +471,8 @@ def test_a_round_that_chooses_between_caches_would_be_noticed(target, monkeypatc
     """The check above can fail: keeping finished rows' caches by a select holds the old and the new at one time."""
     real = speculative.decoding_round
 
-    def selecting(drafter, target, state, settings):
-        new = real(drafter, target, state, settings)
+    def selecting(drafter, target, state, settings, width):
+        new = real(drafter, target, state, settings, width)
         keep = lambda old, new: tuple(jnp.where(state.finished_B[:, None, None, None], a, b) for a, b in zip(old, new))  # noqa: E731
         old, cache = state.target_cache, new.target_cache
         return dataclasses.replace(new, target_cache=dataclasses.replace(cache, keys=keep(old.keys, cache.keys), values=keep(old.values, cache.values)))

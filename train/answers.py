@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import base64
 import dataclasses
-import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
@@ -14,7 +13,6 @@ import numpy as np
 from train.chat_files import RowError
 from train.journal import Journal
 
-ROUNDS_PER_CALL = 32  # rounds between two looks at the keyboard
 # Random keys are a function of (seed, turn * TURN_STRIDE + row): a row's text depends on neither its neighbours nor on when it is written.
 TURN_STRIDE, PROMPT_TURN = 2**25, 63
 
@@ -38,37 +36,11 @@ def has_room(prompt_ids: np.ndarray | list[int], max_length: int) -> bool:
     return len(prompt_ids) + 2 <= max_length
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One text to be written: the number of its random key, its prompt, the most tokens, and whom it is for."""
+def finished_answers(decoder, next_request: Callable[[], object], args: argparse.Namespace, batch_size: int, most_new_tokens: int, max_length: int) -> Iterator:
+    """(request, answer) as they finish; requests may arise from answers that were yielded (``dspine_jax.refill``)."""
+    from dspine_jax.refill import answer_stream
 
-    key: int
-    prompt: list[int]
-    limit: int
-    owner: object
-
-
-def finished_answers(decoder, next_request: Callable[[], Request | None], batch_size: int, seed: int, most_new_tokens: int) -> Iterator[tuple[Request, object]]:
-    """(request, Generation) of every request; ``next_request`` gives None when there is none at the moment.
-
-    A text is a function of ``seed``, key and prompt alone (in fp32). Requests may arise from answers that were yielded.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    from dspine_jax.generation import bucket, read_rows
-
-    while batch := list(itertools.islice(iter(next_request, None), batch_size)):
-        tokens_BS = np.zeros((batch_size, bucket(max(len(request.prompt) for request in batch))), np.int32)
-        lengths_B, limit_B, keys_B = np.ones(batch_size, np.int32), np.zeros(batch_size, np.int32), np.zeros(batch_size, np.int32)
-        for b, request in enumerate(batch):
-            tokens_BS[b, : len(request.prompt)] = request.prompt
-            lengths_B[b], limit_B[b], keys_B[b] = len(request.prompt), request.limit, request.key
-        keys = jax.vmap(lambda key: jax.random.fold_in(jax.random.key(seed), key))(jnp.asarray(keys_B))
-        state = decoder.start(*map(jnp.asarray, (tokens_BS, lengths_B, limit_B)), keys, room=bucket(most_new_tokens))
-        while not bool(state.finished_B.all()):
-            state = decoder.run(state, ROUNDS_PER_CALL)
-        yield from zip(batch, read_rows(state, decoder.settings.stop_ids))
+    return answer_stream(decoder, next_request, batch_size=batch_size, max_length=max_length, max_new_tokens=most_new_tokens, seed=args.seed)
 
 
 class Dialogue:
@@ -81,12 +53,14 @@ class Dialogue:
         self.rows: list[dict] = []
         self.counts = Counter(answers=0, capped=0)
 
-    def request(self, prompt_ids: list[int]) -> Request:
-        """The next answer of this conversation, to be written."""
+    def request(self, prompt_ids: list[int]):
+        """The ``dspine_jax.refill.Request`` for the next answer of this conversation."""
+        from dspine_jax.refill import Request
+
         key = self.counts["answers"] * TURN_STRIDE + self.conversation.index
         return Request(key, prompt_ids, min(self.args.max_new_tokens, self.args.max_length - len(prompt_ids)), self)
 
-    def take(self, prompt_ids: list[int], answer) -> Request | None:
+    def take(self, prompt_ids: list[int], answer):
         """Take an answer in. -> the request for the next one; None after the last, or when its prompt leaves no room.
 
         The row is exactly what the target was given and what it wrote. A row that a later one begins with goes into that.
@@ -135,13 +109,16 @@ def write_prompts(decoder, args: argparse.Namespace, encoder, journal: Journal) 
     """Let the target write the user's part of ``args.self_prompts`` conversations; the journal keeps each text, or why it is of no use."""
     from tqdm import tqdm
 
+    from dspine_jax.refill import Request
+
     opening = encoder.user_turn_ids()
     special = {index for index, token in encoder.tokenizer.added_tokens_decoder.items() if token.special}
     done = {record["prompt"] for record in journal.records if "prompt" in record}
     requests = (Request(PROMPT_TURN * TURN_STRIDE + i, opening, args.max_prompt_tokens, i) for i in range(args.self_prompts) if i not in done)
     batch_size = min(args.batch_size, args.self_prompts)
     with tqdm(total=args.self_prompts, initial=len(done), unit="prompt", desc="prompts", disable=None) as progress:
-        for request, answer in finished_answers(decoder(args.prompt_temperature), lambda: next(requests, None), batch_size, args.seed, args.max_prompt_tokens):
+        sizes = batch_size, args.max_prompt_tokens, len(opening) + args.max_prompt_tokens
+        for request, answer in finished_answers(decoder(args.prompt_temperature), lambda: next(requests, None), args, *sizes):
             record, text = {"prompt": request.owner}, encoder.text_of(answer.tokens)
             if answer.tokens[-1] != encoder.end_id:
                 record["reason"] = "own prompt unfinished"
@@ -156,13 +133,13 @@ def write_prompts(decoder, args: argparse.Namespace, encoder, journal: Journal) 
 def write_answers(conversations: list[Conversation], decoder, args: argparse.Namespace, encoder, finish: Callable[[dict], None]) -> None:
     """Let the target answer every user turn; ``finish`` takes the record of each conversation that is done."""
     first = (Dialogue(c, args, encoder).request(c.prompt_ids.tolist()) for c in conversations)
-    following: deque[Request] = deque()
+    following: deque = deque()
     batch_size = min(args.batch_size, len(conversations))
 
-    def next_request() -> Request | None:
+    def next_request():
         return following.popleft() if following else next(first, None)
 
-    for request, answer in finished_answers(decoder(args.temperature), next_request, batch_size, args.seed, args.max_new_tokens):
+    for request, answer in finished_answers(decoder(args.temperature), next_request, args, batch_size, args.max_new_tokens, args.max_length):
         further = request.owner.take(request.prompt, answer)
         if further is None:
             finish(request.owner.record())

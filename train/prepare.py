@@ -220,7 +220,7 @@ def needs(config, rows: int, args: argparse.Namespace) -> dict[str, int]:
     import jax
     from flax import nnx
 
-    from dspine_jax.generation import bucket
+    from dspine_jax.refill import cache_rows, group_size
     from dspine_jax.target import Target
 
     id_size = 2 if config.vocab_size <= 2**16 else 4
@@ -229,8 +229,8 @@ def needs(config, rows: int, args: argparse.Namespace) -> dict[str, int]:
         size = 2 if args.dtype == "bfloat16" else 4
         shapes = jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0))), nnx.Param))
         sizes["weights"] = size * sum(leaf.size for leaf in shapes)
-        capacity = bucket(args.max_length) + bucket(max(args.max_new_tokens, args.max_prompt_tokens if args.self_prompts else 1)) + 1
-        sizes["cache"] = 2 * config.num_layers * args.batch_size * capacity * config.num_kv_heads * config.head_dim * size
+        rows = (args.batch_size + group_size(args.batch_size)) * cache_rows(max(args.max_length, args.max_prompt_tokens if args.self_prompts else 1))
+        sizes["cache"] = 2 * config.num_layers * rows * config.num_kv_heads * config.head_dim * size
         sizes["logits"] = 4 * args.batch_size * config.vocab_size
     return sizes
 
