@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import typing
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ def load_tokenizer(target: str | Path, tokenizer: str | Path | None = None):
         return gguf_tokenizer(path)
     if not (path / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{path / 'tokenizer.json'} is missing; give a folder that holds one with --tokenizer")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that torch is missing, which no tokenizer needs
     from transformers import AutoTokenizer
 
     try:
