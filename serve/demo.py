@@ -2,7 +2,7 @@
 
     python -m serve.demo                    (make demo)
 
-Written to --output: demo.json (figures), demo.png (training curves), runs/ (workdirs), eval/ (tables and every round).
+Written to --output: demo.json (figures), demo.png (training curves), and the folder demo/ with runs/ (workdirs) and eval/ (tables and every round).
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ def build_parser() -> argparse.ArgumentParser:
     """Every option of the demo."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m serve.demo", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, default=Path("out"), help="folder to write (default out); runs and eval of a former demo in it are replaced")
+    parser.add_argument("--output", type=Path, default=Path("out"), help="folder to write (default out); what a former demo left in its folder demo/ is replaced")
     parser.add_argument("--steps", type=int, default=None, help="training steps of each drafter (default: as configs/demo/dspine.py says)")
     parser.add_argument("--seed", type=int, default=0, help="of both trainings (default 0)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of a decoded answer (default 128)")
     parser.add_argument("--repeats", type=int, default=3, help="timings of each decoder, in turns; their medians count (default 3)")
     return parser
+
+
+def work_folder(args: argparse.Namespace) -> Path:
+    """The folder that belongs to the demo alone."""
+    return args.output / "demo"
 
 
 def train(method: str, demo: Path, args: argparse.Namespace) -> Path:
@@ -43,7 +48,7 @@ def train(method: str, demo: Path, args: argparse.Namespace) -> Path:
     from train.loop import run
 
     config = load_config(CONFIGS / f"{method}.py")
-    workdir = args.output / "runs" / method
+    workdir = work_folder(args) / "runs" / method
     data = dataclasses.replace(config.data, path=str(demo / "data" / "train"))
     steps = config.steps if args.steps is None else args.steps
     run(dataclasses.replace(config, target=str(demo / "target"), data=data, workdir=str(workdir), steps=steps, seed=args.seed))
@@ -107,8 +112,7 @@ def run(args: argparse.Namespace) -> dict:
     demo = demo_folder()
     if not CONFIGS.is_dir():
         raise FileNotFoundError(f"{CONFIGS} does not exist: the demo trains in a checkout of the repository; an installed wheel decodes with dspine-generate")
-    for name in ("runs", "eval"):  # another demo's drafters are not to be taken for this one's
-        shutil.rmtree(args.output / name, ignore_errors=True)
+    shutil.rmtree(work_folder(args), ignore_errors=True)  # a former demo's drafters are not to be taken for this one's
     workdirs = {}
     for index, method in enumerate(METHODS, start=1):
         print(f"\n[{index}/4] training {method}", flush=True)
@@ -116,7 +120,7 @@ def run(args: argparse.Namespace) -> dict:
     draw({method: read_metrics(workdir) for method, workdir in workdirs.items()}, args.output / "demo.png")
     print("\n[3/4] acceptance length of what was just trained and of what ships", flush=True)
     drafters = {method: workdir / "drafter" for method, workdir in workdirs.items()}
-    taus = score(drafters | {f"shipped_{method}": demo / method for method in METHODS}, demo, args.output / "eval")
+    taus = score(drafters | {f"shipped_{method}": demo / method for method in METHODS}, demo, work_folder(args) / "eval")
     print("\n[4/4] decoding with the shipped DSpine drafter, and plainly", flush=True)
     decoding = decode(demo, args)
     for text in decoding["texts"][:2]:
@@ -136,7 +140,7 @@ def summary(results: dict, output: Path) -> str:
     lines += [
         f"decoded with the shipped DSpine drafter: {decoding['prompts']} texts {same} plain greedy decoding,",
         f"{decoding['tokens_per_s']:.0f} tokens/s against {decoding['plain_tokens_per_s']:.0f}: {results['speedup']:.2f}x at tau {decoding['tau']:.2f}",
-        f"training curves: {output / 'demo.png'}   figures: {output / 'demo.json'}   tables: {output / 'eval' / 'results.md'}",
+        f"training curves: {output / 'demo.png'}   figures: {output / 'demo.json'}   tables: {output / 'demo' / 'eval' / 'results.md'}",
         f"{results['seconds']:.0f} s in all",
     ]
     return "\n".join(lines)

@@ -105,17 +105,19 @@ def small_demo(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_the_demo_runs(small_demo, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(assets, "demo_folder", lambda: small_demo)
-    stale = tmp_path / "runs" / "dspine" / "stale"
-    stale.mkdir(parents=True)
+    stale, foreign = tmp_path / "demo" / "runs" / "dspine" / "stale", tmp_path / "eval" / "parts"
+    for folder in (stale, foreign):
+        folder.mkdir(parents=True)
     assert demo.main(["--output", str(tmp_path), "--steps", "3", "--repeats", "1", "--max-new-tokens", "24", "--seed", "5"]) == 0
     assert not stale.exists(), "a former demo's workdir must not be taken for this one's"
+    assert foreign.exists(), "an evaluation beside it is not the demo's to remove"
     results = json.loads((tmp_path / "demo.json").read_text())
     assert results["matches_greedy"] is True and results["speedup"] > 0 and results["seconds"] > 0
     for method in demo.METHODS:
         assert 1 <= results[method]["tau"] < results[method]["shipped_tau"]
-        records = [json.loads(line) for line in (tmp_path / "runs" / method / "metrics.jsonl").read_text().splitlines()]
+        records = [json.loads(line) for line in (tmp_path / "demo" / "runs" / method / "metrics.jsonl").read_text().splitlines()]
         assert records[-1]["step"] == 3
-        assert json.loads((tmp_path / "runs" / method / "config.json").read_text())["seed"] == 5
+        assert json.loads((tmp_path / "demo" / "runs" / method / "config.json").read_text())["seed"] == 5
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "identical to plain greedy decoding" in out and f"{results['dspine']['shipped_tau']:.2f}" in out
