@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Every option of the demo."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m serve.demo", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, default=Path("out"), help="folder to write (default out); what a former demo left in its folder demo/ is replaced")
+    parser.add_argument("--output", type=Path, default=Path("out"), help="folder to write (default out); its folder demo/ is made anew")
     parser.add_argument("--steps", type=int, default=None, help="training steps of each drafter (default: as configs/demo/dspine.py says)")
     parser.add_argument("--seed", type=int, default=0, help="of both trainings (default 0)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of a decoded answer (default 128)")
