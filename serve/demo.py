@@ -44,12 +44,16 @@ def work_folder(args: argparse.Namespace) -> Path:
 
 def train(method: str, demo: Path, args: argparse.Namespace) -> Path:
     """Train one drafter from nothing. -> its workdir."""
+    import jax
+
     from dspine_jax.config_io import load_config
     from train.loop import run
 
     config = load_config(CONFIGS / f"{method}.py")
     workdir = work_folder(args) / "runs" / method
-    data = dataclasses.replace(config.data, path=str(demo / "data" / "train"))
+    devices = jax.device_count()  # rows divide over all of them: on a machine with many the batch is a little larger
+    rows = -(-config.data.batch_size // devices) * devices
+    data = dataclasses.replace(config.data, path=str(demo / "data" / "train"), batch_size=rows)
     steps = config.steps if args.steps is None else args.steps
     run(dataclasses.replace(config, target=str(demo / "target"), data=data, workdir=str(workdir), steps=steps, seed=args.seed))
     return workdir

@@ -43,6 +43,7 @@ from dspine_jax.speculative import DecodeSettings
 from dspine_jax.target import Target
 from dspine_jax.target_io import read_target_config
 from serve import decoding, evaluate, generate, plots
+from serve.environment import default_dtype
 from train import convert, data, loop, prepare, pretrain
 from train import main as training
 from train.data import Manifest, write_dataset
@@ -1309,6 +1310,7 @@ MAY_BE_NONE = {
         "num_draft_tokens": "as many as the drafter was trained for",
         "template_mode": "as the drafter was trained",
         "policy": "own",
+        "dtype": "bfloat16, on a CPU float32",
     },
     "dspine-evaluate": {
         "benchmarks": "--data is given instead",
@@ -1317,6 +1319,7 @@ MAY_BE_NONE = {
         "decode_drafts": "as many as the drafters were trained for",
         "template_mode": "as the drafters were trained",
         "decode_batch_size": "1",
+        "dtype": "bfloat16, on a CPU float32",
     },
     "dspine-convert": {
         "sources": "rows of every source",
@@ -1385,17 +1388,23 @@ def test_generate_resolves_what_is_left_out(files, tmp_path):
         text = f"--target {{target}} {drafter} hello"
         *_, module, settings = generate.load(generate.parse_args(filled(text, files)))
         assert unset(dataclasses.asdict(settings)) == set()
-        assert settings == DecodeSettings(drafts, SamplingConfig(0.0, 0, 1.0), "own", (2,), "bfloat16")
+        assert settings == DecodeSettings(drafts, SamplingConfig(0.0, 0, 1.0), "own", (2,), "float32")  # the tests run on a CPU
         assert same_again(settings, tmp_path / "settings.json")
         assert module is None if not drafter else same_again(module.config, tmp_path / "drafter.json")
         *_, explicit = generate.load(generate.parse_args(filled(f"{text} --num-draft-tokens {drafts} --top-p 1 --top-k 0", files)))
         assert explicit == settings
 
 
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")])
+def test_the_compute_precision_left_out_is_the_fast_one_of_the_device(backend, dtype, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert default_dtype() == dtype
+
+
 def test_evaluate_resolves_what_is_left_out(files, tmp_path):
     required = ["--target", "{target}", "--drafter", "{dspine}", "--data", "{data}", "--output", "{evaluation}"]
     evaluation = evaluate.Evaluation(evaluate.parse_args(filled(shlex.join(required), files)))
-    assert evaluation.decode_drafts == [3] and evaluation.samplings == [SamplingConfig(0.0, 0, 1.0)]
+    assert evaluation.args.dtype == "float32" and evaluation.decode_drafts == [3] and evaluation.samplings == [SamplingConfig(0.0, 0, 1.0)]
     assert [len(benchmark.prompts) for benchmark in evaluation.benchmarks] == [3, 2]
     resolved = [*evaluation.samplings, evaluation.config, *(drafter.config for _, _, drafter, _ in evaluation.drafters)]
     assert {type(config) for config in resolved} == {SamplingConfig, TargetConfig, DrafterConfig}
