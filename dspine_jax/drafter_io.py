@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from dspine_jax.checkpoint_io import SafetensorsFiles, load_tensors, module_to_t
 from dspine_jax.config import DrafterConfig, TargetConfig
 from dspine_jax.config_io import read_config, save_config
 from dspine_jax.drafter import Drafter
+from dspine_jax.public_drafters import is_public_config, public_drafter_config
 
 
 def save_drafter(folder: str | Path, drafter: Drafter, *, dtype=jnp.float32) -> None:
@@ -34,7 +36,7 @@ def save_drafter(folder: str | Path, drafter: Drafter, *, dtype=jnp.float32) -> 
 
 
 def read_drafter_config(folder: str | Path, target: TargetConfig) -> DrafterConfig:
-    """The resolved config of a drafter folder, without reading a weight.
+    """The resolved config of a drafter folder, without reading a weight; public DFlash folders are read too.
 
     Raises FileNotFoundError for missing files, ValueError when the drafter belongs to another target.
     """
@@ -42,13 +44,26 @@ def read_drafter_config(folder: str | Path, target: TargetConfig) -> DrafterConf
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is missing; a drafter folder holds config.json and model.safetensors")
-    stored = read_config(folder / "config.json", DrafterConfig)
+    stored = _stored_config(folder / "config.json")
     if stored.target_layer_ids is None:
         raise ValueError(f"{folder / 'config.json'}: target_layer_ids is missing; a drafter's taps are never guessed")
     try:
         return stored.resolve(target)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _stored_config(path: Path) -> DrafterConfig:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        data = None  # read_config says what is wrong
+    if not is_public_config(data):
+        return read_config(path, DrafterConfig)
+    try:
+        return public_drafter_config(data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, sharding: Callable[[tuple], jax.sharding.Sharding] | None = None) -> Drafter:

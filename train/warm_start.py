@@ -21,8 +21,7 @@ def load_start(folder: str, config: DrafterConfig, target: TargetConfig, shardin
     """(params, frozen) of a drafter folder as fp32, placed by ``shardings``; says on standard output what it took.
 
     ``config`` is the run's, resolved. The transfer space is the folder's own: the weights were trained in its coordinates, and one built anew from
-    other answers would be another basis. Folders are those that training exports, in fp32 or bf16. Public DFlash checkpoints have another layout;
-    bringing them into this one is a task of dspine-export (not written yet), not of training.
+    other answers would be another basis. Folders are those that training exports, in fp32 or bf16, and public DFlash checkpoints in the layout of z-lab's.
 
     Raises FileNotFoundError for a missing folder or file, ValueError for a drafter of another target, one that differs from ``config`` outside
     ``FREE``, and damaged weights.
