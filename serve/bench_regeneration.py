@@ -60,6 +60,7 @@ def measure(args: argparse.Namespace) -> dict:
     from dspine_jax.sampling import SamplingConfig
     from dspine_jax.speculative import Decoder, DecodeSettings
     from dspine_jax.target_io import load_target
+    from train.log import peak_memory_gib
 
     prompts = [ids for ids in read_prompt_ids(args.prompts, args.target) if 0 < len(ids) < args.max_length][: args.limit]
     if not prompts:
@@ -106,8 +107,7 @@ def measure(args: argparse.Namespace) -> dict:
     report |= {"compile_s": compile_s, "prefill_share": profile.refill_s / profiled_s, "decode_share": profile.decode_s / profiled_s}
     report |= {"ms_per_step": 1e3 * profile.decode_s / max(profile.calls * args.rounds_per_call, 1), "calls": profile.calls, "refills": profile.refills}
     report |= {"mean_prompt": sum(map(len, prompts)) / len(prompts), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    stats = jax.devices()[0].memory_stats() or {}
-    report["peak_gib"] = stats["peak_bytes_in_use"] / 2**30 if "peak_bytes_in_use" in stats else None
+    report["peak_gib"] = peak_memory_gib()
     return report | {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
 
 

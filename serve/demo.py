@@ -121,7 +121,8 @@ def run(args: argparse.Namespace) -> dict:
     for index, method in enumerate(METHODS, start=1):
         print(f"\n[{index}/4] training {method}", flush=True)
         workdirs[method] = train(method, demo, args)
-    draw({method: read_metrics(workdir) for method, workdir in workdirs.items()}, args.output / "demo.png")
+    curves = {method: read_metrics(workdir) for method, workdir in workdirs.items()}
+    draw(curves, args.output / "demo.png")
     print("\n[3/4] acceptance length of what was just trained and of what ships", flush=True)
     drafters = {method: workdir / "drafter" for method, workdir in workdirs.items()}
     taus = score(drafters | {f"shipped_{method}": demo / method for method in METHODS}, demo, work_folder(args) / "eval")
@@ -131,7 +132,8 @@ def run(args: argparse.Namespace) -> dict:
         print("\n" + text)
     results = {method: {"tau": taus[method], "shipped_tau": taus[f"shipped_{method}"]} for method in METHODS}
     results |= {name: decoding[name] for name in ("matches_greedy", "speedup")}
-    return results | {"seconds": time.perf_counter() - begin, "decoding": decoding, "steps": args.steps, "seed": args.seed, "environment": environment()}
+    origin = {"steps": curves["dspine"][-1]["step"], "seed": args.seed, "environment": environment()}
+    return results | {"seconds": time.perf_counter() - begin, "decoding": decoding} | origin
 
 
 def summary(results: dict, output: Path) -> str:

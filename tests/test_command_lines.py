@@ -775,18 +775,22 @@ PREPARE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def prepared(files, tmp_path_factory):
-    """``run_prepare`` into a new folder, once for each command line."""
+def once_each(command, files, new_folder):
+    """``command(files, text, folder)`` into a new folder, once for each command line."""
     done = {}
 
     def run(text: str) -> Outcome:
         key = tuple(filled(text, files))
         if key not in done:
-            done[key] = run_prepare(files, text, tmp_path_factory.mktemp("prepared") / "set")
+            done[key] = command(files, text, new_folder())
         return done[key]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def prepared(files, tmp_path_factory):
+    return once_each(run_prepare, files, lambda: tmp_path_factory.mktemp("prepared") / "set")
 
 
 @pytest.mark.parametrize("row", PREPARE, ids=lambda row: row.option)
@@ -885,16 +889,7 @@ PRETRAIN = [
 
 @pytest.fixture(scope="module")
 def pretrained(files, tmp_path_factory):
-    """``run_pretrain`` into a new folder, once for each command line."""
-    done = {}
-
-    def run(text: str) -> Outcome:
-        key = tuple(filled(text, files))
-        if key not in done:
-            done[key] = run_pretrain(files, text, tmp_path_factory.mktemp("pretrained") / "target")
-        return done[key]
-
-    return run
+    return once_each(run_pretrain, files, lambda: tmp_path_factory.mktemp("pretrained") / "target")
 
 
 @pytest.mark.parametrize("row", PRETRAIN, ids=lambda row: row.option)

@@ -112,6 +112,7 @@ def test_the_demo_runs(small_demo, tmp_path, monkeypatch, capsys):
     assert not stale.exists(), "a former demo's workdir must not be taken for this one's"
     assert foreign.exists(), "an evaluation beside it is not the demo's to remove"
     results = json.loads((tmp_path / "demo.json").read_text())
+    assert (results["steps"], results["seed"]) == (3, 5)
     assert results["matches_greedy"] is True and results["speedup"] > 0 and results["seconds"] > 0
     for method in demo.METHODS:
         assert 1 <= results[method]["tau"] < results[method]["shipped_tau"]

@@ -28,8 +28,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def prompts():
-    rng = np.random.default_rng(0)
-    return [[int(t) for t in rng.integers(4, 120, n)] for n in rng.integers(1, 100, 30)]
+    return tiny.prompts(np.random.default_rng(0).integers(1, 100, 30))
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,12 @@ def rows(count: int, width: int = WIDTH, seed: int = 0) -> tuple[np.ndarray, np.
     return tokens, inside & (np.arange(width)[None] >= rng.integers(2, 6, count)[:, None]), lengths
 
 
+def prompts(lengths) -> list[list[int]]:
+    """Random prompts of these lengths, without special tokens."""
+    rng = np.random.default_rng(0)
+    return [[int(t) for t in rng.integers(MASK_ID + 1, TARGET.num_tokens, n)] for n in lengths]
+
+
 def write_data(folder: Path, count: int = 13) -> Path:
     """Dataset folder of ``rows(count)``."""
     write_dataset(folder, *rows(count), Manifest(name="tiny", source="random"))
