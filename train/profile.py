@@ -3,8 +3,8 @@
     python -m train.profile configs/smollm2_135m_dspine.py --set target=SmolLM2-135M-Instruct.Q4_1.gguf
     python -m train.profile configs/smollm2_135m_dspine.py --set target=... --set data.batch_size=64 --trace out/trace --json out/step.json
 
-Rows are random ids of ``--width`` tokens, each supervised from a quarter of its width on; weights are the target's and a new drafter's. A step waits for nothing but
-the device. With --trace three steps are traced: device time by line of source (of the fused operation's root) and by kernel.
+Rows are random ids of ``--width`` tokens, each supervised from a quarter of its width on; weights are the target's and a new drafter's. A step waits for
+nothing but the device. With --trace three steps are traced: device time by line of source (of the fused operation's root) and by kernel.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def measure(args: argparse.Namespace) -> dict:
     from dspine_jax.sharding import batch_sharding, check_batch, make_mesh
     from dspine_jax.target_io import read_target_config
     from serve.environment import environment
-    from train.loop import load_sharded_target, with_transfer_space
     from train.log import peak_memory_gib
+    from train.loop import load_sharded_target, with_transfer_space
     from train.step import abstract_state, initial_state, make_train_step
 
     config = apply_overrides(load_config(args.config), args.set)
@@ -153,7 +153,8 @@ def main(argv: list[str] | None = None) -> int:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     low, high = report["spread_ms"]
     peak = f", peak {report['peak_gib']:.2f} GiB" if report["peak_gib"] is not None else ""
-    print(f"{report['method']}: {report['step_ms']:.2f} ms [{low:.2f}, {high:.2f}], {report['tokens_per_s']:,.0f} tokens/s{peak}, compiled in {report['compile_s']:.0f} s")
+    speed = f"{report['step_ms']:.2f} ms [{low:.2f}, {high:.2f}], {report['tokens_per_s']:,.0f} tokens/s"
+    print(f"{report['method']}: {speed}{peak}, compiled in {report['compile_s']:.0f} s")
     for title in ("device_ms_by_source", "device_ms_by_kernel"):
         if title in report:
             print(f"{title}, {sum(report[title].values()):.2f} ms in all")
