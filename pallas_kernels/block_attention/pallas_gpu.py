@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from dspine_jax.sharding import AXES, BATCH_AXES
 
 LEAST_TILE = 16  # the smallest matrix product
 LOG2_E = math.log2(math.e)
+SPLIT = True  # tiles that are visible as a whole have a loop of their own, without masks
 
 
 class Launch(NamedTuple):
@@ -52,16 +54,12 @@ class Sizes(NamedTuple):
     C: int
     S: int
     causal: bool
+    interpret: bool
 
     @property
     def queries(self) -> int:
         """Queries of a block that share a kv head."""
         return self.K * (self.H // self.G)
-
-    @property
-    def scale_log2(self) -> float:
-        """Weights are powers of two, for which the hardware has an instruction."""
-        return self.C**-0.5 * LOG2_E
 
     def launch(self, kernel: str, num_keys: int) -> Launch:
         launch = next(launch for widest, launch in LAUNCHES[kernel].items() if self.C <= widest)
@@ -106,6 +104,17 @@ def _div(x, divisor: int):
     return jax.lax.div(x, jnp.full_like(x, divisor))
 
 
+def _power(scores_MR, shift_MR, sizes: Sizes):
+    """exp(C^-1/2 scores), divided by 2^shift: one multiply-add and the hardware's power of two, which Triton would both wrap in more instructions."""
+    scale = sizes.C**-0.5 * LOG2_E
+    shift_MR = jnp.broadcast_to(shift_MR, scores_MR.shape)
+    if sizes.interpret:
+        return jnp.exp2(scores_MR * scale - shift_MR)
+    code = f"{{ .reg .f32 x; fma.rn.f32 x, $1, 0f{struct.pack('>f', scale).hex()}, $2; ex2.approx.ftz.f32 $0, x; }}"
+    shape = jax.ShapeDtypeStruct(scores_MR.shape, jnp.float32)
+    return plgpu.elementwise_inline_asm(code, args=[scores_MR, -shift_MR], constraints="=f,f,f", pack=1, result_shape_dtypes=[shape])[0]
+
+
 def _load_queries(order_ref, len_ref, kv_head, first, count: int, sizes: Sizes):
     """Queries first.. of the sorted list -> (real, position of the block in the order, slot, row in [N*K*H,...], visible context), [M] each."""
     query_M = first + jnp.arange(count, dtype=jnp.int32)
@@ -141,11 +150,17 @@ def _sees(query_place, query_slot, key_place, key_slot, causal: bool):
 
 
 def _walk_keys(order_ref, len_ref, ctx_refs, own_refs, first, tile: Launch, sizes: Sizes, queries, update, carry):
-    """carry = update(carry, key [R,C], value [R,C], visible [M,R]) over what the queries of a tile may see: their context, then their own blocks."""
+    """carry = update(carry, key [R,C], value [R,C], visible [M,R] or None for all) over what a tile's queries may see: context, then own blocks."""
     _, place_M, slot_M, _, len_M = queries
     first_place = _div(first, sizes.queries)
     last_place = jnp.minimum(_div(first + tile.queries - 1, sizes.queries), sizes.N - 1)
+    whole = _div(len_ref[last_place], tile.keys) if SPLIT else 0
     reach = len_ref[first_place]
+
+    def walk_whole(i, carry):
+        rows = pl.ds(i * tile.keys, tile.keys)
+        key, value = (ref[rows, :] for ref in ctx_refs)
+        return update(carry, key, value, None)
 
     def walk_context(i, carry):
         rows = pl.ds(i * tile.keys, tile.keys)
@@ -158,7 +173,9 @@ def _walk_keys(order_ref, len_ref, ctx_refs, own_refs, first, tile: Launch, size
         key, value = (plgpu.load(_at(ref, row_R), mask=real_R[:, None], other=0.0) for ref in own_refs)
         return update(carry, key, value, _sees(place_M[:, None], slot_M[:, None], key_place_R[None, :], key_slot_R[None, :], sizes.causal))
 
-    carry = jax.lax.fori_loop(0, _div(reach + tile.keys - 1, tile.keys), walk_context, carry)
+    if SPLIT:
+        carry = jax.lax.fori_loop(0, whole, walk_whole, carry)
+    carry = jax.lax.fori_loop(whole, _div(reach + tile.keys - 1, tile.keys), walk_context, carry)
     own_keys = (last_place + 1 - first_place) * sizes.K
     return jax.lax.fori_loop(0, _div(own_keys + tile.keys - 1, tile.keys), walk_own, carry)
 
@@ -172,20 +189,23 @@ def _forward_kernel(order_ref, len_ref, q_ref, ctx_k_ref, ctx_v_ref, own_k_ref, 
 
     def update(carry, k_RC, v_RC, visible_MR):
         out_MC, top_M, total_M = carry
-        scores_MR = jnp.where(visible_MR, plgpu.dot(q_MC, k_RC.T) * sizes.scale_log2, MASKED)
+        scores_MR = plgpu.dot(q_MC, k_RC.T)
+        if visible_MR is not None:
+            scores_MR = jnp.where(visible_MR, scores_MR, MASKED)
         new_top_M = jnp.maximum(top_M, scores_MR.max(axis=1))
-        weights_MR = jnp.exp2(scores_MR - new_top_M[:, None])
-        shrink_M = jnp.exp2(top_M - new_top_M)
+        # Far above what is masked, so that a query that has seen nothing yet gathers nothing.
+        shift_M = jnp.maximum(new_top_M, MASKED / 100) * scale
+        weights_MR = _power(scores_MR, shift_M[:, None], sizes)
+        shrink_M = jnp.exp2((top_M - new_top_M) * scale)
         out_MC = out_MC * shrink_M[:, None] + plgpu.dot(weights_MR.astype(v_RC.dtype), v_RC)
         return out_MC, new_top_M, total_M * shrink_M + weights_MR.sum(axis=1)
 
-    # What a query gathers before it has seen a visible key is finite, and the first one shrinks it to 0; its own block holds one.
-    M = tile.queries
+    M, scale = tile.queries, sizes.C**-0.5 * LOG2_E
     carry = jnp.zeros((M, sizes.C), jnp.float32), jnp.full((M,), MASKED, jnp.float32), jnp.zeros((M,), jnp.float32)
     refs = order_ref, len_ref, (ctx_k_ref, ctx_v_ref), (own_k_ref, own_v_ref)
     out_MC, top_M, total_M = _walk_keys(*refs, first, tile, sizes, queries, update, carry)
     plgpu.store(_at(out_ref, row_M), (out_MC / total_M[:, None]).astype(out_ref.dtype), mask=real_M[:, None])
-    plgpu.store(lse_ref.at[pl.ds(first, M)], top_M + jnp.log2(total_M), mask=real_M)
+    plgpu.store(lse_ref.at[pl.ds(first, M)], top_M * scale + jnp.log2(total_M), mask=real_M)
 
 
 def _backward_queries_kernel(
@@ -200,8 +220,9 @@ def _backward_queries_kernel(
     delta_M = (out_MC.astype(jnp.float32) * dout_MC.astype(jnp.float32)).sum(axis=1)
 
     def update(dq_MC, k_RC, v_RC, visible_MR):
-        scores_MR = plgpu.dot(q_MC, k_RC.T) * sizes.scale_log2
-        probs_MR = jnp.where(visible_MR, jnp.exp2(scores_MR - lse_M[:, None]), 0.0)
+        probs_MR = _power(plgpu.dot(q_MC, k_RC.T), lse_M[:, None], sizes)
+        if visible_MR is not None:
+            probs_MR = jnp.where(visible_MR, probs_MR, 0.0)
         dscores_MR = probs_MR * (plgpu.dot(dout_MC, v_RC.T) - delta_M[:, None])
         return dq_MC + plgpu.dot(dscores_MR.astype(k_RC.dtype), k_RC)
 
@@ -212,9 +233,10 @@ def _backward_queries_kernel(
 
 
 def _backward_keys_kernel(
-    order_ref, len_ref, seen_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dk_ref, dv_ref, *, own: bool, sizes: Sizes, tile: Launch
+    order_ref, len_ref, seen_ref, whole_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dk_ref, dv_ref, *, own: bool, sizes: Sizes, tile: Launch
 ):
-    """Gradients of one tile of context keys and values [S,C], or of own ones [N*K,C]; seen: how many blocks of the order see a tile of context."""
+    """Gradients of one tile of context keys and values [S,C], or of own ones [N*K,C]; seen, whole: how many blocks of the order see
+    a tile of context in part, and how many all of it."""
     tile_index, kv_head = pl.program_id(0), pl.program_id(1)
     first_key = tile_index * tile.keys
     if own:
@@ -225,33 +247,36 @@ def _backward_keys_kernel(
         row_R = first_key + jnp.arange(tile.keys, dtype=jnp.int32)
         real_R = row_R < sizes.S
         first_place, end_place = 0, seen_ref[tile_index]
+        whole = _div(whole_ref[tile_index] * sizes.queries, tile.queries) if SPLIT else 0
     at = lambda ref: _at(ref, row_R) if own else ref.at[pl.ds(first_key, tile.keys), :]  # noqa: E731
     k_RC, v_RC = (plgpu.load(at(ref), mask=real_R[:, None], other=0.0) for ref in (k_ref, v_ref))
 
-    def walk(i, carry):
+    def walk(masked: bool, i, carry):
         dk_RC, dv_RC = carry
         first = first_place * sizes.queries + i * tile.queries
         real_M, place_M, slot_M, row_M, len_M = _load_queries(order_ref, len_ref, kv_head, first, tile.queries, sizes)
         q_MC, dout_MC = (plgpu.load(_at(ref, row_M), mask=real_M[:, None], other=0.0) for ref in (q_ref, dout_ref))
         lse_M, delta_M = (plgpu.load(ref.at[pl.ds(first, tile.queries)], mask=real_M, other=0.0) for ref in (lse_ref, delta_ref))
+        probs_RM = _power(plgpu.dot(k_RC, q_MC.T), lse_M[None, :], sizes)
         if own:
-            visible_RM = _sees(place_M[None, :], slot_M[None, :], key_place_R[:, None], key_slot_R[:, None], sizes.causal)
-        else:
-            visible_RM = row_R[:, None] < len_M[None, :]
-        scores_RM = plgpu.dot(k_RC, q_MC.T) * sizes.scale_log2
-        probs_RM = jnp.where(visible_RM, jnp.exp2(scores_RM - lse_M[None, :]), 0.0)
+            probs_RM = jnp.where(_sees(place_M[None, :], slot_M[None, :], key_place_R[:, None], key_slot_R[:, None], sizes.causal), probs_RM, 0.0)
+        elif masked:
+            probs_RM = jnp.where(row_R[:, None] < len_M[None, :], probs_RM, 0.0)
         dv_RC = dv_RC + plgpu.dot(probs_RM.astype(dout_MC.dtype), dout_MC)
         dscores_RM = probs_RM * (plgpu.dot(v_RC, dout_MC.T) - delta_M[None, :])
         return dk_RC + plgpu.dot(dscores_RM.astype(q_MC.dtype), q_MC), dv_RC
 
-    zeros_RC = jnp.zeros((tile.keys, sizes.C), jnp.float32)
+    carry = (jnp.zeros((tile.keys, sizes.C), jnp.float32),) * 2
+    if SPLIT and not own:
+        carry = jax.lax.fori_loop(0, whole, functools.partial(walk, False), carry)
     num_queries = (end_place - first_place) * sizes.queries
-    dk_RC, dv_RC = jax.lax.fori_loop(0, _div(num_queries + tile.queries - 1, tile.queries), walk, (zeros_RC, zeros_RC))
+    tiles = _div(num_queries + tile.queries - 1, tile.queries)
+    dk_RC, dv_RC = jax.lax.fori_loop(0 if own else whole, tiles, functools.partial(walk, True), carry)
     plgpu.store(at(dk_ref), (dk_RC * sizes.C**-0.5).astype(dk_ref.dtype), mask=real_R[:, None])
     plgpu.store(at(dv_ref), dv_RC.astype(dv_ref.dtype), mask=real_R[:, None])
 
 
-def _call(kernel, tiles: int, sizes: Sizes, launch: Launch, inputs, outputs, interpret: bool, **static):
+def _call(kernel, tiles: int, sizes: Sizes, launch: Launch, inputs, outputs, **static):
     """One program a tile, kv head and row of the batch. inputs, outputs: (array with the batch in front, axis of its kv heads or None)."""
 
     def spec(x, head_axis):
@@ -265,14 +290,14 @@ def _call(kernel, tiles: int, sizes: Sizes, launch: Launch, inputs, outputs, int
         out_specs=[spec(*x) for x in outputs],
         out_shape=[x for x, _ in outputs],
         compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
-        interpret=interpret,
+        interpret=sizes.interpret,
         name=kernel.__name__.strip("_"),
     )(*(x for x, _ in inputs))
 
 
-def _sizes(q_BNKHC: jax.Array, ctx_k_BSGC: jax.Array, causal: bool) -> Sizes:
+def _sizes(q_BNKHC: jax.Array, ctx_k_BSGC: jax.Array, causal: bool, interpret: bool) -> Sizes:
     _, N, K, H, C = q_BNKHC.shape
-    return Sizes(N, K, H, ctx_k_BSGC.shape[2], C, ctx_k_BSGC.shape[1], causal)
+    return Sizes(N, K, H, ctx_k_BSGC.shape[2], C, ctx_k_BSGC.shape[1], causal, interpret)
 
 
 def _sorted(context_len_BN: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
@@ -289,14 +314,14 @@ def _rows(x: jax.Array, kv_heads: bool) -> tuple[jax.Array, int | None]:
 
 def _forward(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, *, causal: bool, interpret: bool):
     """-> (out [B,N,K,H,C], log-sum-exp of the scores [B,G,N*K*H/G], base 2, in the order of the sorted queries)."""
-    sizes = _sizes(q_BNKHC, ctx_k_BSGC, causal)
+    sizes = _sizes(q_BNKHC, ctx_k_BSGC, causal, interpret)
     launch = sizes.launch("forward", sizes.S)
     order_BN, len_BN = _sorted(context_len_BN, sizes)
     q = _rows(q_BNKHC, False)
     inputs = [(order_BN, None), (len_BN, None), q, (ctx_k_BSGC, 2), (ctx_v_BSGC, 2), _rows(block_k_BNKGC, True), _rows(block_v_BNKGC, True)]
     lse = jax.ShapeDtypeStruct((q_BNKHC.shape[0], sizes.G, sizes.N * sizes.queries), jnp.float32)
     outputs = [(jax.ShapeDtypeStruct(q[0].shape, q[0].dtype), None), (lse, 1)]
-    out, lse_BGQ = _call(_forward_kernel, pl.cdiv(sizes.N * sizes.queries, launch.queries), sizes, launch, inputs, outputs, interpret)
+    out, lse_BGQ = _call(_forward_kernel, pl.cdiv(sizes.N * sizes.queries, launch.queries), sizes, launch, inputs, outputs)
     return out.reshape(q_BNKHC.shape), lse_BGQ
 
 
@@ -304,7 +329,7 @@ def _backward(
     q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, out_BNKHC, lse_BGQ, dout_BNKHC, *, causal: bool, interpret: bool
 ):
     """Gradients of the five arrays."""
-    sizes = _sizes(q_BNKHC, ctx_k_BSGC, causal)
+    sizes = _sizes(q_BNKHC, ctx_k_BSGC, causal, interpret)
     order_BN, len_BN = _sorted(context_len_BN, sizes)
     order, length, lse = (order_BN, None), (len_BN, None), (lse_BGQ, 1)
     q, out, dout = (_rows(x, False) for x in (q_BNKHC, out_BNKHC, dout_BNKHC))
@@ -315,15 +340,15 @@ def _backward(
     launch = sizes.launch("backward_queries", sizes.S)
     tiles = pl.cdiv(sizes.N * sizes.queries, launch.queries)
     inputs = [order, length, q, *ctx, *own, out, dout, lse]
-    dq, delta_BGQ = _call(_backward_queries_kernel, tiles, sizes, launch, inputs, [like(q), like(lse)], interpret)
+    dq, delta_BGQ = _call(_backward_queries_kernel, tiles, sizes, launch, inputs, [like(q), like(lse)])
 
     def keys(kernel: str, pair, num_keys: int):
         launch = sizes.launch(kernel, num_keys)
         tiles = pl.cdiv(num_keys, launch.keys)
         first_T = jnp.arange(tiles, dtype=jnp.int32) * launch.keys
-        seen_BT = (len_BN[:, None, :] > first_T[:, None]).sum(axis=2, dtype=jnp.int32)
-        inputs = [order, length, (seen_BT, None), q, *pair, dout, lse, (delta_BGQ, 1)]
-        return _call(_backward_keys_kernel, tiles, sizes, launch, inputs, [like(x) for x in pair], interpret, own=kernel == "backward_own")
+        seen_BT, whole_BT = ((len_BN[:, None, :] >= first_T[:, None] + rows).sum(axis=2, dtype=jnp.int32) for rows in (1, launch.keys))
+        inputs = [order, length, (seen_BT, None), (whole_BT, None), q, *pair, dout, lse, (delta_BGQ, 1)]
+        return _call(_backward_keys_kernel, tiles, sizes, launch, inputs, [like(x) for x in pair], own=kernel == "backward_own")
 
     dctx_k, dctx_v = keys("backward_context", ctx, sizes.S)
     down_k, down_v = keys("backward_own", own, sizes.N * sizes.K)
