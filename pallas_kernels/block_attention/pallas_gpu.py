@@ -159,7 +159,7 @@ def _walk_keys(order_ref, len_ref, ctx_refs, own_refs, first, tile: Launch, size
 
     def walk_whole(i, carry):
         rows = pl.ds(i * tile.keys, tile.keys)
-        key, value = (ref[rows, :] for ref in ctx_refs)
+        key, value = (plgpu.load(ref.at[rows, :]) for ref in ctx_refs)
         return update(carry, key, value, None)
 
     def walk_context(i, carry):
