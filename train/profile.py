@@ -106,17 +106,29 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def source_lines(hlo: str) -> dict[str, str]:
-    """Instruction name -> 'file:line' or the end of its JAX name, from the metadata of compiled HLO."""
+    """Instruction name (dots and dashes as underscores) -> 'folder/file:line' of the compiled HLO's metadata, or the end of its JAX name."""
+    tables = {name: dict(re.findall(r"^(\d+) (.*)$", rows, flags=re.M)) for name, rows in re.findall(r"^(\w+)\n((?:\d+ .*\n)+)", hlo, flags=re.M)}
+
+    def place_of(frame: str) -> str:
+        location = re.search(r"file_location_id=(\d+)", tables["StackFrames"][frame])
+        fields = dict(re.findall(r"(\w+)=(\d+)", tables["FileLocations"][location[1]]))
+        file = Path(tables["FileNames"][fields["file_name_id"]].strip('"'))
+        return f"{file.parent.name}/{file.name}:{fields['line']}"
+
     found = {}
     for line in hlo.splitlines():
         name = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = ", line)
-        if not name or "metadata={" not in line:
+        op = re.search(r'op_name="([^"]+)"', line)
+        if not name or not op:
             continue
-        file, number, op = (re.search(p, line) for p in (r'source_file="([^"]+)"', r"source_line=(\d+)", r'op_name="([^"]+)"'))
-        backward = " (backward)" if op and "transpose(" in op[1] else ""
-        place = f"{Path(file[1]).parent.name}/{Path(file[1]).name}:{number[1]}" if file and number else op[1][-60:] if op else ""
-        found[name[1].replace(".", "_").replace("-", "_")] = place + backward
+        frame = re.search(r"stack_frame_id=(\d+)", line)
+        place = place_of(frame[1]) if frame and frame[1] in tables.get("StackFrames", {}) else op[1][-60:]
+        found[_plain(name[1])] = place + (" backward" if "transpose(" in op[1] else "")
     return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[.-]", "_", name)
 
 
 def device_time(folder: Path, hlo: str) -> tuple[dict[str, float], dict[str, float]]:
@@ -132,10 +144,11 @@ def device_time(folder: Path, hlo: str) -> tuple[dict[str, float], dict[str, flo
             if not line.name.startswith("Stream"):
                 continue
             for event in line.events:
-                stats = {key: str(value) for key, value in event.stats if key in ("hlo_op", "tf_op")}
-                instruction = stats.get("hlo_op", event.name).replace(".", "_").replace("-", "_")
-                by_source[places.get(instruction, "unknown")] += event.duration_ns
-                by_kernel[f"{event.name} [{places.get(instruction, '')}]"] += event.duration_ns
+                # Library kernels have names of their own; the instruction is then among the event's statistics.
+                names = [_plain(str(value)) for key, value in event.stats if key == "hlo_op"] + [_plain(event.name)]
+                place = next((places[name] for name in names if name in places), "unknown")
+                by_source[place] += event.duration_ns
+                by_kernel[f"{event.name} [{place}]"] += event.duration_ns
     scale = 1e-6 / TRACED_STEPS
     return tuple({name: ns * scale for name, ns in counter.most_common(60)} for counter in (by_source, by_kernel))
 

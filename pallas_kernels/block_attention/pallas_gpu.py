@@ -159,7 +159,7 @@ def _walk_keys(order_ref, len_ref, ctx_refs, own_refs, first, tile: Launch, size
 
     def walk_whole(i, carry):
         rows = pl.ds(i * tile.keys, tile.keys)
-        key, value = (ref[rows, :] for ref in ctx_refs)
+        key, value = (plgpu.load(ref.at[rows, :]) for ref in ctx_refs)
         return update(carry, key, value, None)
 
     def walk_context(i, carry):
@@ -235,8 +235,10 @@ def _backward_queries_kernel(
 def _backward_keys_kernel(
     order_ref, len_ref, seen_ref, whole_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dk_ref, dv_ref, *, own: bool, sizes: Sizes, tile: Launch
 ):
-    """Gradients of one tile of context keys and values [S,C], or of own ones [N*K,C]; seen, whole: how many blocks of the order see
-    a tile of context in part, and how many all of it."""
+    """Gradients of one tile of context keys and values [S,C], or of own ones [N*K,C].
+
+    seen, whole [tiles]: how many blocks, from the first of the order on, see any of a tile of context, and how many see all of it.
+    """
     tile_index, kv_head = pl.program_id(0), pl.program_id(1)
     first_key = tile_index * tile.keys
     if own:
