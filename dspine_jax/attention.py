@@ -1,4 +1,4 @@
-"""Masked grouped-query attention with fp32 softmax (the target's attention)."""
+"""Masked grouped-query attention with fp32 softmax (the target's attention), and the fused kernel for whole causal rows."""
 
 from __future__ import annotations
 
@@ -34,3 +34,20 @@ def attend(q_BTHC: jax.Array, k_BSGC: jax.Array, v_BSGC: jax.Array, visible_BTS:
     probs = softmax_visible(scores, visible_BTS[:, None, None])
     out = jnp.einsum("bghts,bsgc->btghc", probs.astype(v_BSGC.dtype), v_BSGC, preferred_element_type=jnp.float32)
     return out.reshape(B, T, H, C).astype(q_BTHC.dtype)
+
+
+def causal_attention(q_BTHC: jax.Array, k_BTGC: jax.Array, v_BTGC: jax.Array, *, implementation: str | None = None) -> jax.Array:
+    """``attend`` where query t sees keys 0..t, without the [T,T] scores where a fused kernel serves it.
+
+    implementation: 'xla' (``attend``), 'cudnn' (cuDNN's flash attention through JAX: bfloat16 or float16 on an NVIDIA GPU; what it does not
+    serve raises), or None: 'cudnn' on a GPU for those types, else 'xla'. Its scores and softmax are fp32 too.
+    """
+    if implementation is None:
+        served = q_BTHC.dtype in (jnp.bfloat16, jnp.float16) and q_BTHC.shape[-1] % 8 == 0 and q_BTHC.shape[-1] <= 128
+        implementation = "cudnn" if served and jax.default_backend() == "gpu" else "xla"
+    if implementation == "cudnn":
+        return jax.nn.dot_product_attention(q_BTHC, k_BTGC, v_BTGC, is_causal=True, implementation="cudnn")
+    if implementation != "xla":
+        raise ValueError(f"implementation {implementation!r} is none of 'xla', 'cudnn'")
+    T = q_BTHC.shape[1]
+    return attend(q_BTHC, k_BTGC, v_BTGC, jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (q_BTHC.shape[0], T, T)))

@@ -59,18 +59,31 @@ def _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, *, 
     def one(_, piece):
         h_BtD, y_Bt = piece
         logits = vocabulary_logits(h_BtD, rows_VD, num_tokens)
-        is_label = jnp.arange(logits.shape[-1]) == y_Bt[..., None]
-        log_total = jax.scipy.special.logsumexp(logits, axis=-1)
-        ce = log_total - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        # The chunk's logits are read twice before the gradient, not four times: largest and its id together, the label's from its row of U.
+        top, best = max_and_argmax(logits)
+        log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
+        label_rows_BtD = jnp.take(rows_VD, y_Bt, axis=0).astype(h_BtD.dtype)
+        ce = log_total - jnp.einsum("btd,btd->bt", h_BtD, label_rows_BtD, preferred_element_type=jnp.float32)
         if not with_gradient:
             return None, (ce, best)
+        is_label = jnp.arange(logits.shape[-1]) == y_Bt[..., None]
         error = (jnp.exp(logits - log_total[..., None]) - is_label).astype(h_BtD.dtype)
         return None, (ce, best, jnp.einsum("btv,vd->btd", error, rows_VD.astype(h_BtD.dtype)))
 
     _, out = jax.lax.scan(one, None, (hidden, labels))
     joined = [x.swapaxes(0, 1).reshape(B, T + rest, *x.shape[3:])[:, :T] for x in out]
     return joined if with_gradient else (*joined, None)
+
+
+def max_and_argmax(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Largest value and its lowest id over the last axis, in one pass. [...,V] fp32 -> ([...] fp32, [...] int32)."""
+
+    def larger(a, b):
+        a_first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return jnp.where(a_first, a[0], b[0]), jnp.where(a_first, a[1], b[1])
+
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jax.lax.reduce((logits, ids), (jnp.float32(-jnp.inf), jnp.int32(jnp.iinfo(jnp.int32).max)), larger, (logits.ndim - 1,))
 
 
 def _cross_entropy_fwd(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dspine_jax.attention import attend
+from dspine_jax.attention import causal_attention
 from dspine_jax.config import TargetConfig, check_target_layer_ids
 from dspine_jax.kv_cache import KVCache, write_rows
 from dspine_jax.layers import Attention, Embedding, RMSNorm, SwiGLU
@@ -131,7 +131,6 @@ class Target(nnx.Module):
         B, T = tokens_BT.shape
         start_B = jnp.zeros((B,), jnp.int32) if cache is None else cache.lengths_B
         positions_BT = start_B[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
-        visible_BTT = jnp.arange(T)[None, None, :] <= positions_BT[:, :, None]
         x_BTD = jnp.take(self.input_embedding_VD, tokens_BT, axis=0).astype(dtype)
         taps: dict[int, jax.Array] = {}
         keys, values = [], []
@@ -143,7 +142,7 @@ class Target(nnx.Module):
                 k, v = write_rows(cache.keys[index], k, start_B), write_rows(cache.values[index], v, start_B)
                 attended = cached_attention(q, k, v, start_B, width=width)
             else:
-                attended = attend(q, k, v, visible_BTT)
+                attended = causal_attention(q, k, v)
             if cache is not None or capacity is not None:
                 room = ((0, 0), (0, 0 if cache is not None else capacity - T), (0, 0), (0, 0))
                 keys.append(jnp.pad(k, room))

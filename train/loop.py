@@ -104,7 +104,7 @@ def run(config: TrainConfig) -> Path:
             if start is not None:
                 state = dataclasses.replace(state, params=start[0], frozen=start[1])
             elif config.drafter.injection is not None:
-                state = with_transfer_space(state, target, data, config)
+                state = with_transfer_space(state, target, token_frequencies(data, target_config.vocab_size), config)
         assert_shardings(state, shardings)
         print(describe(config, mesh, data, nnx.merge(graphdef, state.params, state.frozen), resume_step))
         state = _train(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir)
@@ -228,14 +228,14 @@ def load_sharded_target(config: TrainConfig, target_config: TargetConfig, mesh: 
     return load_target(config.target, dtype=jnp.dtype(config.compute_dtype), sharding=lambda path: planned[path].get_value())
 
 
-def with_transfer_space(state: TrainState, target: Target, data: DatasetFolder, config: TrainConfig) -> TrainState:
-    """Build the transfer space from the target's head and the answers' token counts, and place it in the state."""
+def with_transfer_space(state: TrainState, target: Target, counts_V: np.ndarray, config: TrainConfig) -> TrainState:
+    """Build the transfer space from the target's head and the answers' token counts [V], and place it in the state."""
     everywhere = jax.jit(lambda x: x.astype(jnp.float32), out_shardings=NamedSharding(jax.tree.leaves(state)[0].sharding.mesh, P()))
     rows_VD = np.asarray(everywhere(target.output_embedding_VD))
     injection = config.drafter.injection
     mean, basis = build_transfer_space(
         rows_VD,
-        token_frequencies(data, rows_VD.shape[0]),
+        counts_V,
         injection.transfer_size,
         whiten=injection.whiten,
         num_tokens=target.config.num_tokens,

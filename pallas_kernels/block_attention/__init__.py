@@ -1,5 +1,52 @@
-"""Block attention (DESIGN 8)."""
+"""Block attention (DESIGN 8): the reference, GPU kernels for training, and the choice between them."""
 
-from pallas_kernels.block_attention.ref import block_attention
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from pallas_kernels.block_attention import ref
 
 __all__ = ["block_attention"]
+
+
+def block_attention(
+    q_BNKHC: jax.Array,
+    ctx_k_BSGC: jax.Array,
+    ctx_v_BSGC: jax.Array,
+    block_k_BNKGC: jax.Array,
+    block_v_BNKGC: jax.Array,
+    context_len_BN: jax.Array,
+    *,
+    causal: bool,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Each block sees context positions j < context_len and its own slots; blocks never see each other.
+
+    Strictly below the anchor: the anchor's own target state does not exist when drafting. With
+    ``causal`` slot i sees own slots <= i, else all of them. Scores and softmax in fp32, scale C^-1/2.
+
+    q [B,N,K,H,C]; ctx_k, ctx_v [B,S,G,C]; block_k, block_v [B,N,K,G,C]; context_len [B,N] int
+    -> [B,N,K,H,C] in q's dtype. (BASELINES 1.1, 2.2)
+
+    implementation: 'xla', 'pallas' (raises NotImplementedError for what it does not serve), or None: the kernels for several blocks a row on an NVIDIA
+    GPU where they serve them, else XLA, which decoding's one block a row keeps.
+    """
+    from pallas_kernels.block_attention import pallas_gpu
+
+    arrays = q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC
+    reference = functools.partial(ref.block_attention, causal=causal)
+    kernel = functools.partial(pallas_gpu.block_attention, causal=causal)
+    if implementation == "xla":
+        return reference(*arrays, context_len_BN)
+    reason = pallas_gpu.unsupported(*arrays)
+    if implementation == "pallas":
+        if reason:
+            raise NotImplementedError(f"block_attention: the kernels do not serve {reason}")
+        return kernel(*arrays, context_len_BN)
+    if implementation is not None:
+        raise ValueError(f"implementation {implementation!r} is none of 'xla', 'pallas'")
+    if reason or q_BNKHC.shape[1] == 1:
+        return reference(*arrays, context_len_BN)
+    return jax.lax.platform_dependent(*arrays, context_len_BN, cuda=kernel, default=reference)
