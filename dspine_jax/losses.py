@@ -7,11 +7,17 @@ mesh the sums are global, so devices and short rows weigh by their tokens, never
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
 from dspine_jax.vocabulary import vocabulary_logits
+from pallas_kernels.head_softmax import head_softmax
+
+# Softmax weights are exp(logit - label logit - HEADROOM), capped at exp(LARGEST_EXPONENT): the sum of a million capped ones is below the largest float.
+# The label's own weight is a power of two, which bf16 holds exactly; rounded, it would bias every gradient by the same fraction of the label's row.
+HEADROOM, LARGEST_EXPONENT = 58 * math.log(2), 74.0
 
 
 def slot_weights(eval_mask_BNJ: jax.Array, loss_decay_gamma: float) -> jax.Array:
@@ -43,6 +49,9 @@ def cross_entropy(hidden_BTD: jax.Array, rows_VD: jax.Array, labels_BT: jax.Arra
     the chunk's logits exist. Nothing of size [B,T,V] is kept or recomputed. Chunks run along T, so
     the batch axis keeps its sharding.
 
+    A logit that exceeds its position's label logit by more than HEADROOM + LARGEST_EXPONENT = 114 counts as if it did by 114:
+    a position's loss saturates there (at 114 nats and the log of how many do), where e^114 : 1 against the label no longer matters.
+
     hidden [B,T,D], rows U [V,D], labels [B,T] int -> (ce [B,T] fp32, argmax ids [B,T] int32).
     """
     ce, best, _ = _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, with_gradient=False)
@@ -58,32 +67,19 @@ def _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, *, 
 
     def one(_, piece):
         h_BtD, y_Bt = piece
-        logits = vocabulary_logits(h_BtD, rows_VD, num_tokens)
-        # The chunk's logits are read twice before the gradient, not four times: largest and its id together, the label's from its row of U.
-        top, best = max_and_argmax(logits)
-        log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
         label_rows_BtD = jnp.take(rows_VD, y_Bt, axis=0).astype(h_BtD.dtype)
-        ce = log_total - jnp.einsum("btd,btd->bt", h_BtD, label_rows_BtD, preferred_element_type=jnp.float32)
+        label_logits = jnp.einsum("btd,btd->bt", h_BtD, label_rows_BtD, preferred_element_type=jnp.float32)
+        # Exponents relative to a point known beforehand, not to the largest logit: one pass over the logits gives everything.
+        weights, total, best = head_softmax(h_BtD, rows_VD, label_logits + HEADROOM, num_tokens=num_tokens, largest=LARGEST_EXPONENT)
+        ce = jnp.log(total) + HEADROOM
         if not with_gradient:
             return None, (ce, best)
-        is_label = jnp.arange(logits.shape[-1]) == y_Bt[..., None]
-        error = (jnp.exp(logits - log_total[..., None]) - is_label).astype(h_BtD.dtype)
-        return None, (ce, best, jnp.einsum("btv,vd->btd", error, rows_VD.astype(h_BtD.dtype)))
+        mean_rows = jnp.einsum("btv,vd->btd", weights, rows_VD.astype(h_BtD.dtype), preferred_element_type=jnp.float32)
+        return None, (ce, best, (mean_rows / total[..., None] - label_rows_BtD).astype(h_BtD.dtype))
 
     _, out = jax.lax.scan(one, None, (hidden, labels))
     joined = [x.swapaxes(0, 1).reshape(B, T + rest, *x.shape[3:])[:, :T] for x in out]
     return joined if with_gradient else (*joined, None)
-
-
-def max_and_argmax(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Largest value and its lowest id over the last axis, in one pass. [...,V] fp32 -> ([...] fp32, [...] int32)."""
-
-    def larger(a, b):
-        a_first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
-        return jnp.where(a_first, a[0], b[0]), jnp.where(a_first, a[1], b[1])
-
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return jax.lax.reduce((logits, ids), (jnp.float32(-jnp.inf), jnp.int32(jnp.iinfo(jnp.int32).max)), larger, (logits.ndim - 1,))
 
 
 def _cross_entropy_fwd(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk):

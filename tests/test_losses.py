@@ -87,6 +87,35 @@ def test_bf16_states_are_compared_and_summed_in_fp32(chunk):
     assert relative_l2(gradient, exact[2]) <= 1e-2
 
 
+def test_bf16_gradient_of_confident_positions_keeps_its_accuracy():
+    """Where the label has all but 1e-2 to 1e-6 of the probability, the gradient is a small difference: rounding its label's share would drown it."""
+    rng = np.random.default_rng(5)
+    rows = np.asarray(jnp.asarray(rng.normal(size=(160, 24)), jnp.bfloat16), np.float32)
+    labels = rng.integers(0, 150, (2, 256)).astype(np.int32)
+    hidden = jnp.asarray(rows[labels] * np.linspace(0.6, 1.2, 256)[None, :, None], jnp.bfloat16)
+    weights = np.ones((2, 256), np.float32)
+    _, _, gradient = value_and_gradient(cross_entropy, hidden, rows, labels, weights, (150, 100))
+    exact = cross_entropy_in_float64(hidden.astype(jnp.float32), rows, labels, weights, 150)[2]
+    size = np.linalg.norm(exact, axis=-1)
+    error = np.linalg.norm(np.asarray(gradient, np.float32) - exact, axis=-1) / size
+    assert (size < 1e-3).sum() > 50 and np.median(error) <= 1e-2
+    assert np.quantile(error[size > 1e-3], 0.99) <= 2e-2
+
+
+def test_label_far_below_the_rest():
+    """Exact to 100 nats; from 114 nats on a position's loss saturates, finite and still pointing away from the winner."""
+    rows = np.eye(8, dtype=np.float32)
+    hidden = np.zeros((1, 4, 8), np.float32)
+    hidden[0, :, 3] = [0.0, 100.0, 200.0, 3e4]
+    labels, weights = np.zeros((1, 4), np.int32), np.ones((1, 4), np.float32)
+    ce, best, gradient = (np.asarray(x) for x in value_and_gradient(cross_entropy, hidden, rows, labels, weights, (8, 3)))
+    exact = cross_entropy_in_float64(hidden, rows, labels, weights, 8)
+    np.testing.assert_allclose(ce[0, :2], exact[0][0, :2], rtol=1e-6)
+    assert relative_l2(gradient[0, :2], exact[2][0, :2]) <= 1e-5 and best.tolist() == [[0, 3, 3, 3]]
+    assert (ce[0, 2:] >= 114).all() and (ce[0, 2:] < 115).all()
+    np.testing.assert_allclose(gradient[0, 2:], exact[2][0, 2:], atol=1e-5)
+
+
 def test_padded_columns_are_no_part_of_the_loss():
     """T03: 130 usable rows padded to 256, every real logit -1 but id 7 at -0.5: argmax 7, loss and gradient as without padding."""
     rows = np.zeros((256, 8), np.float32)

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from dspine_jax.attention import MASKED
-from dspine_jax.sharding import AXES, BATCH_AXES
+from dspine_jax.sharding import BATCH_AXES
+from pallas_kernels.mesh import foreign, mesh_in_scope, spread
 
 LEAST_TILE = 16  # the smallest matrix product
 LOG2_E = math.log2(math.e)
@@ -67,14 +67,6 @@ class Sizes(NamedTuple):
         return launch._replace(queries=fit(launch.queries, self.N * self.queries), keys=fit(launch.keys, num_keys))
 
 
-def _mesh():
-    """The mesh in scope over whose devices a kernel call has to be spread by hand, None if there is only one or they are each on their own already."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types):
-        return None
-    return mesh
-
-
 def unsupported(q_BNKHC: jax.Array, ctx_k_BSGC: jax.Array, ctx_v_BSGC: jax.Array, block_k_BNKGC: jax.Array, block_v_BNKGC: jax.Array) -> str | None:
     """What keeps the kernels from serving these arrays, None if nothing does."""
     B, N, K, H, C = q_BNKHC.shape
@@ -88,11 +80,11 @@ def unsupported(q_BNKHC: jax.Array, ctx_k_BSGC: jax.Array, ctx_v_BSGC: jax.Array
         return f"a head width of {C} (only powers of two from 16 to 256)"
     if 0 in (B, N, K, S):
         return f"an empty array ({B} rows of {N} blocks of {K} slots, {S} context rows)"
-    mesh = _mesh()
+    mesh = mesh_in_scope()
     if mesh is None:
         return None
-    if tuple(mesh.axis_names) != AXES or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        return f"a mesh with axes {dict(zip(mesh.axis_names, mesh.axis_types))} (only automatic {', '.join(AXES)})"
+    if foreign(mesh):
+        return foreign(mesh)
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     if B % ways or G % mesh.shape["tensor"]:
         return f"{B} rows and {G} kv heads on a mesh of {dict(mesh.shape)}, by which they do not divide"
@@ -357,13 +349,6 @@ def _backward(
     return dq.reshape(q_BNKHC.shape), dctx_k, dctx_v, down_k.reshape(block_k_BNKGC.shape), down_v.reshape(block_v_BNKGC.shape)
 
 
-def _spread(function, mesh, num_arrays: int, out_specs):
-    """The function on every device's own rows and heads: to the partitioner a kernel is opaque, so it would gather all arrays on every device."""
-    if mesh is None:
-        return function
-    return jax.shard_map(function, mesh=mesh, in_specs=IN_SPECS[:num_arrays], out_specs=out_specs, check_vma=False)
-
-
 QUERIES, CONTEXT, LSE = P(BATCH_AXES, None, None, "tensor", None), P(BATCH_AXES, None, "tensor", None), P(BATCH_AXES, "tensor", None)
 IN_SPECS = (QUERIES, CONTEXT, CONTEXT, QUERIES, QUERIES, P(BATCH_AXES, None), QUERIES, LSE, QUERIES)
 
@@ -375,13 +360,13 @@ def _attention(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, co
 
 def _attention_forward(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, causal, interpret, mesh):
     args = q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN
-    out_BNKHC, lse_BGQ = _spread(functools.partial(_forward, causal=causal, interpret=interpret), mesh, len(args), (QUERIES, LSE))(*args)
+    out_BNKHC, lse_BGQ = spread(functools.partial(_forward, causal=causal, interpret=interpret), mesh, IN_SPECS[: len(args)], (QUERIES, LSE))(*args)
     return out_BNKHC, (*args, out_BNKHC, lse_BGQ)
 
 
 def _attention_backward(causal, interpret, mesh, residuals, dout_BNKHC):
     args = *residuals, dout_BNKHC
-    return *_spread(functools.partial(_backward, causal=causal, interpret=interpret), mesh, len(args), IN_SPECS[:5])(*args), None
+    return *spread(functools.partial(_backward, causal=causal, interpret=interpret), mesh, IN_SPECS, IN_SPECS[:5])(*args), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -399,4 +384,4 @@ def block_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """See ``pallas_kernels.block_attention.block_attention``; only for what ``unsupported`` has nothing against."""
-    return _attention(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, causal, interpret, _mesh())
+    return _attention(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, causal, interpret, mesh_in_scope())
