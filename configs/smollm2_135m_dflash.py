@@ -31,7 +31,7 @@ config = TrainConfig(
     data=DataConfig(path="data/smollm2", batch_size=32),
     # With replacement: half of the answers are short, and every row shall fill its 48 blocks.
     anchors=AnchorConfig(num_anchors=48, replacement=True),
-    loss=LossConfig(loss_decay_gamma=7.0, base_weight=0.5, feature_weight=0.5),
+    loss=LossConfig(loss_decay_gamma=7.0, base_weight=0.5, feature_weight=0.5, vocab_chunk=240),
     optimizer=OptimizerConfig(learning_rate=1e-3, beta1=0.9, beta2=0.95, warmup_fraction=0.04, final_fraction=0.02, clip_norm=1.0),
     checkpoint=CheckpointConfig(every=500),
 )

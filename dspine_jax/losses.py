@@ -42,7 +42,7 @@ def cross_entropy_dense(hidden_BTD: jax.Array, rows_VD: jax.Array, labels_BT: ja
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(hidden_BTD: jax.Array, rows_VD: jax.Array, labels_BT: jax.Array, num_tokens: int, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy and argmax per position, ``chunk`` positions of each row at a time.
+    """Cross-entropy and argmax per position, at most ``chunk`` positions of each row at a time.
 
     The LM head is frozen, so the only gradient is with respect to hidden and a position's loss
     depends on its own hidden state alone: the forward pass can already form d CE / d hidden while
@@ -60,10 +60,11 @@ def cross_entropy(hidden_BTD: jax.Array, rows_VD: jax.Array, labels_BT: jax.Arra
 
 def _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, *, with_gradient):
     B, T, D = hidden_BTD.shape
-    chunk = min(chunk, T)
-    rest = -T % chunk
-    hidden = jnp.pad(hidden_BTD, ((0, 0), (0, rest), (0, 0))).reshape(B, -1, chunk, D).swapaxes(0, 1)
-    labels = jnp.pad(labels_BT, ((0, 0), (0, rest))).reshape(B, -1, chunk).swapaxes(0, 1)
+    count = -(-T // chunk)
+    chunk = -(-T // max(count, 1))  # equal chunks leave the least to pad
+    rest = count * chunk - T
+    hidden = jnp.pad(hidden_BTD, ((0, 0), (0, rest), (0, 0))).reshape(B, count, chunk, D).swapaxes(0, 1)
+    labels = jnp.pad(labels_BT, ((0, 0), (0, rest))).reshape(B, count, chunk).swapaxes(0, 1)
 
     def one(_, piece):
         h_BtD, y_Bt = piece

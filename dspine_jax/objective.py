@@ -49,23 +49,30 @@ def block_objective(
     weights_BNJ = slot_weights(blocks.eval_mask_BNJ, loss_config.loss_decay_gamma)
     metrics: dict[str, tuple[jax.Array, jax.Array]] = {}
 
-    def path_loss(name: str, hidden_BNJD: jax.Array) -> jax.Array:
+    def scores(hidden_BNJD: jax.Array, labels_BNJ: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Cross-entropy, and whether the label is the argmax, of every slot."""
         B, N, J, D = hidden_BNJD.shape
-        labels_BT = blocks.labels_BNJ.reshape(B, N * J)
-        hidden_BTD = constrain_batch(hidden_BNJD.reshape(B, N * J, D))
+        hidden_BTD, labels_BT = constrain_batch(hidden_BNJD.reshape(B, N * J, D)), labels_BNJ.reshape(B, N * J)
         ce_BT, best_BT = cross_entropy(hidden_BTD, rows_VD, labels_BT, target.config.num_tokens, loss_config.vocab_chunk)
-        correct_BNJ = (best_BT == labels_BT).reshape(B, N, J)
-        loss = weighted_mean(ce_BT.reshape(B, N, J), weights_BNJ)
+        return ce_BT.reshape(B, N, J), (best_BT == labels_BT).reshape(B, N, J)
+
+    def path_loss(name: str, ce_BNJ: jax.Array, correct_BNJ: jax.Array) -> jax.Array:
+        loss = weighted_mean(ce_BNJ, weights_BNJ)
         metrics[f"loss/ce_{name}"] = (loss, jnp.float32(1))
         metrics[f"accuracy_{name}"] = slot_accuracy(correct_BNJ, blocks.eval_mask_BNJ)
         metrics[f"simulated_tau/{name}"] = simulated_acceptance(correct_BNJ, blocks.eval_mask_BNJ)
         return loss
 
-    loss = path_loss("base", block.hidden_BNKD[:, :, 1:])
+    labels_BNJ = blocks.labels_BNJ
     if config.redoes_last_write:
         predecessor_BNJR = anchor_features(drafter, rows_VD, blocks.predecessors_BNJ)
-        conditioned = path_loss("conditioned", drafter.conditioned(block, predecessor_BNJR))
-        loss = conditioned + loss_config.base_weight * loss
+        conditioned = scores(drafter.conditioned(block, predecessor_BNJR), labels_BNJ)
+        # The first drafted slot's predecessor is the anchor on both paths: one pass over the vocabulary serves it twice.
+        later = scores(block.hidden_BNKD[:, :, 2:], labels_BNJ[:, :, 1:])
+        base = [jnp.concatenate([first[:, :, :1], rest], axis=2) for first, rest in zip(conditioned, later)]
+        loss = path_loss("conditioned", *conditioned) + loss_config.base_weight * path_loss("base", *base)
+    else:
+        loss = path_loss("base", *scores(block.hidden_BNKD[:, :, 1:], labels_BNJ))
     if block.features:
         token_features_BNJR = anchor_features(drafter, rows_VD, blocks.labels_BNJ)
         parts = [weighted_mean(feature_distance(p, token_features_BNJR), weights_BNJ) for p in block.features]

@@ -4,7 +4,8 @@
     python -m train.profile configs/smollm2_135m_dspine.py --set target=... --set data.batch_size=64 --trace out/trace --json out/step.json
 
 Rows are random ids of ``--width`` tokens, each supervised from a quarter of its width on; weights are the target's and a new drafter's. A step waits for
-nothing but the device. With --trace three steps are traced: device time by line of source (of the fused operation's root) and by kernel.
+nothing but the device. With --trace three steps are traced: device time by line of source (of the fused operation's root) and by kernel; kernels are then
+launched one by one, since in a recorded command buffer they lose their operation's name, so such a step is a little slower.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import statistics
 import sys
@@ -156,6 +158,8 @@ def device_time(folder: Path, hlo: str) -> tuple[dict[str, float], dict[str, flo
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 2 for bad input."""
     args = build_parser().parse_args(argv)
+    if args.trace:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
     try:
         report = measure(args)
     except (ValueError, OSError) as error:

@@ -7,6 +7,7 @@ neither block sizes nor head groups are padded, and its context ends where that 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import struct
 from typing import NamedTuple
@@ -20,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 from dspine_jax.attention import MASKED
 from dspine_jax.sharding import BATCH_AXES
 from pallas_kernels.mesh import foreign, mesh_in_scope, spread
+from pallas_kernels.shapes import ModelShape
 
 LEAST_TILE = 16  # the smallest matrix product
 LOG2_E = math.log2(math.e)
-SPLIT = True  # tiles that are visible as a whole have a loop of their own, without masks
 
 
 class Launch(NamedTuple):
@@ -42,6 +43,11 @@ LAUNCHES = {
     "backward_context": {64: Launch(64, 128, 8, 3), 128: Launch(64, 64, 4, 2), 256: Launch(32, 64, 8, 2)},
     "backward_own": {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(32, 64, 8, 2)},
 }
+
+
+def candidates(kernel: str, shape: ModelShape, blocks: int) -> list[Launch]:
+    """Launches worth a try. Only for more than one block; the gradient's kernels want to be timed with the gradient."""
+    return list(itertools.starmap(Launch, itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))))
 
 
 class Sizes(NamedTuple):
@@ -146,7 +152,7 @@ def _walk_keys(order_ref, len_ref, ctx_refs, own_refs, first, tile: Launch, size
     _, place_M, slot_M, _, len_M = queries
     first_place = _div(first, sizes.queries)
     last_place = jnp.minimum(_div(first + tile.queries - 1, sizes.queries), sizes.N - 1)
-    whole = _div(len_ref[last_place], tile.keys) if SPLIT else 0
+    whole = _div(len_ref[last_place], tile.keys)
     reach = len_ref[first_place]
 
     def walk_whole(i, carry):
@@ -165,8 +171,8 @@ def _walk_keys(order_ref, len_ref, ctx_refs, own_refs, first, tile: Launch, size
         key, value = (plgpu.load(_at(ref, row_R), mask=real_R[:, None], other=0.0) for ref in own_refs)
         return update(carry, key, value, _sees(place_M[:, None], slot_M[:, None], key_place_R[None, :], key_slot_R[None, :], sizes.causal))
 
-    if SPLIT:
-        carry = jax.lax.fori_loop(0, whole, walk_whole, carry)
+    # Tiles that are visible as a whole have a loop of their own, without masks.
+    carry = jax.lax.fori_loop(0, whole, walk_whole, carry)
     carry = jax.lax.fori_loop(whole, _div(reach + tile.keys - 1, tile.keys), walk_context, carry)
     own_keys = (last_place + 1 - first_place) * sizes.K
     return jax.lax.fori_loop(0, _div(own_keys + tile.keys - 1, tile.keys), walk_own, carry)
@@ -241,7 +247,7 @@ def _backward_keys_kernel(
         row_R = first_key + jnp.arange(tile.keys, dtype=jnp.int32)
         real_R = row_R < sizes.S
         first_place, end_place = 0, seen_ref[tile_index]
-        whole = _div(whole_ref[tile_index] * sizes.queries, tile.queries) if SPLIT else 0
+        whole = _div(whole_ref[tile_index] * sizes.queries, tile.queries)
     at = lambda ref: _at(ref, row_R) if own else ref.at[pl.ds(first_key, tile.keys), :]  # noqa: E731
     k_RC, v_RC = (plgpu.load(at(ref), mask=real_R[:, None], other=0.0) for ref in (k_ref, v_ref))
 
@@ -261,7 +267,7 @@ def _backward_keys_kernel(
         return dk_RC + plgpu.dot(dscores_RM.astype(q_MC.dtype), q_MC), dv_RC
 
     carry = (jnp.zeros((tile.keys, sizes.C), jnp.float32),) * 2
-    if SPLIT and not own:
+    if not own:
         carry = jax.lax.fori_loop(0, whole, functools.partial(walk, False), carry)
     num_queries = (end_place - first_place) * sizes.queries
     tiles = _div(num_queries + tile.queries - 1, tile.queries)

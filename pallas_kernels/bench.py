@@ -1,0 +1,233 @@
+"""Device time of the operations, implementation by implementation, on whatever device is there: python -m pallas_kernels.bench
+
+    python -m pallas_kernels.bench --ops injection --shapes qwen3-8b --batches 1 8 32 --json out/injection.json
+    python -m pallas_kernels.bench --ops injection block_attention --shapes smollm2-135m --batches 32 --blocks 48 --gradients
+    python -m pallas_kernels.bench --ops injection --shapes qwen3-8b --batches 1 --scan --seconds 120
+
+A program runs an operation on several sets of arguments one after the other, each waiting for the one before, as the layers of a round do: together they
+are larger than the caches, so weights come from memory. Several programs are queued, so that the device never waits for the host; the time is their
+wall-clock time over the number of operations, the spread the distance between its quartiles. The floor is the time that the bytes (every input read once,
+every output written once) take at the bandwidth of a large copy, measured first. 'default' is what the operation chooses by itself, 'xla' its reference.
+
+``--scan`` tries the launches that an operation's ``pallas_gpu.candidates`` offers, kernel after kernel, the best so far kept for the others; ``--set``
+sets one: --set injection.write=16,32,128,1,4,4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import block_attention, cached_attention, injection
+from pallas_kernels.shapes import BATCHES, MODELS, ModelShape
+
+OPS = (injection, block_attention, cached_attention)
+IMPLEMENTATIONS = ("xla", "default", "pallas", "triton")
+QUEUED = 4  # programs between two looks at the clock
+
+
+def op_name(op) -> str:
+    return op.__name__.rpartition(".")[2]
+
+
+def part(op, module: str):
+    """A module of an operation's folder, None if it has no such module."""
+    name = f"{op.__name__}.{module}"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def time_queued(compiled, inputs, per_program: int, repeats: int) -> tuple[float, float]:
+    """(median, distance of the quartiles) in milliseconds an operation."""
+    jax.block_until_ready(compiled(*inputs))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready([compiled(*inputs) for _ in range(QUEUED)])
+        times.append(1e3 * (time.perf_counter() - start) / QUEUED / per_program)
+    low, median, high = statistics.quantiles(times, n=4)
+    return median, high - low
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read plus written, of a large copy (1 GiB on an accelerator, 64 MiB on a CPU)."""
+    words = 2**24 if jax.default_backend() == "cpu" else 2**28
+    x = jnp.zeros((words,), jnp.int32)
+    compiled = jax.jit(lambda x: x + 1).lower(x).compile()
+    return 8 * words / (1e-3 * time_queued(compiled, (x,), 1, 10)[0])
+
+
+class Case:
+    """An operation at one shape: ``sets`` of arguments and what is timed on them."""
+
+    def __init__(self, op, shape: ModelShape, batch: int, dtype, *, blocks: int, gradients: bool, at_least_bytes: float):
+        specs = part(op, "arg_specs")
+        extra = {} if blocks == 1 else {"blocks": blocks}
+        self.function = getattr(op, op_name(op))
+        self.used = functools.partial(specs.used, training=gradients) if hasattr(specs, "used") else lambda outputs: outputs
+        self.gradients = gradients
+        self.bytes = specs.bytes_moved(shape, batch, dtype, **extra)
+        count = max(shape.num_layers, min(40, int(at_least_bytes // self.bytes)))
+        made = [specs.arguments(shape, batch, jax.random.key(i), dtype, **extra) for i in range(count)]
+        self.sets, self.static = [args for args, _ in made], made[0][1]
+
+    def run(self, args, implementation: str):
+        run = functools.partial(self.function, **self.static, implementation=None if implementation == "default" else implementation)
+        if not self.gradients:
+            return self.used(run(*args))
+        # The barrier stands for the layers that come between in training: what the backward pass needs is kept in memory.
+        outputs, pull = jax.lax.optimization_barrier(jax.vjp(lambda *args: self.used(run(*args)), *args))
+        return outputs, pull(outputs)
+
+    def time(self, implementation: str, repeats: int) -> tuple[float, float]:
+        """(median, spread) in ms. Raises what compiling or running does."""
+
+        def program(sets):
+            results = []
+            for args in sets:
+                if results:  # returned after the barrier: XLA drops what a barrier gives to nobody, and the order with it
+                    args, results[-1] = jax.lax.optimization_barrier((args, results[-1]))
+                results.append(self.run(args, implementation))
+            return results
+
+        return time_queued(jax.jit(program).lower(self.sets).compile(), (self.sets,), len(self.sets), repeats)
+
+    def error(self, implementation: str) -> float | None:
+        """Largest relative L2 distance of a floating-point output to the reference in fp32; None for gradients and for outputs of integers."""
+        if self.gradients:
+            return None
+        args = self.sets[0]
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, args)
+        with jax.default_matmul_precision("highest"):
+            exact = jax.jit(functools.partial(self.run, implementation="xla"))(wide)
+        pairs = zip(jax.tree.leaves(jax.jit(functools.partial(self.run, implementation=implementation))(args)), jax.tree.leaves(exact))
+        far = lambda x, y: float(jnp.linalg.norm(x.astype(jnp.float32) - y) / jnp.linalg.norm(y))  # noqa: E731
+        return max((far(x, y) for x, y in pairs if jnp.issubdtype(x.dtype, jnp.floating)), default=None)
+
+
+def short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:150]}" if str(error) else type(error).__name__
+
+
+FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError, TypeError, ImportError)  # what a kernel that cannot run here raises
+
+
+def compare(op, name: str, batch: int, args, bandwidth: float) -> list[dict]:
+    """A line and a record for each implementation."""
+    case = make_case(op, name, batch, args)
+    floor = 1e3 * case.bytes / bandwidth
+    records = []
+    for implementation in args.implementations:
+        record = {"id": f"kernel/{op_name(op)}/{name}/b{batch}/{implementation}", "bytes": case.bytes, "floor_ms": floor, "sets": len(case.sets)}
+        line = f"{op_name(op):17s} {name:13s} {batch:3d} {implementation:8s}"
+        try:
+            median, spread = case.time(implementation, args.repeats)
+            record |= {"value": median, "unit": "ms", "spread": spread, "over_floor": median / floor, "relative_l2": case.error(implementation)}
+            plain = next((other.get("value") for other in records if other["id"].endswith("/xla")), median if implementation == "xla" else None)
+            record["over_xla"] = median / plain if plain else None
+            over_xla = f"{record['over_xla']:6.3f}" if plain else "     -"
+            error = "-" if record["relative_l2"] is None else f"{record['relative_l2']:.1e}"
+            print(f"{line} {median:9.4f} {spread:8.4f} {case.bytes / 2**20:9.1f} {median / floor:7.2f} {over_xla}  {error}", flush=True)
+        except FAILURES as failure:
+            record["failed"] = short(failure)
+            print(f"{line} {short(failure)}", flush=True)
+        records.append(record)
+    return records
+
+
+def make_case(op, name: str, batch: int, args) -> Case:
+    at_least = 2**20 if jax.default_backend() == "cpu" else 2**30
+    return Case(op, MODELS[name], batch, jnp.dtype(args.dtype), blocks=args.blocks, gradients=args.gradients, at_least_bytes=at_least)
+
+
+def scan(op, name: str, batch: int, args) -> list[dict]:
+    """Times under the launches of ``candidates``, the best of each kernel kept while the next is tried; ends when the time is up."""
+    kernels = part(op, "pallas_gpu")
+    case, rows, records, end = make_case(op, name, batch, args), {}, [], time.monotonic() + args.seconds
+    own = {kernel: dict(launches) for kernel, launches in kernels.LAUNCHES.items()}
+    for kernel in kernels.LAUNCHES:
+        rows = []
+        for launch in kernels.candidates(kernel, MODELS[name], batch * args.blocks):
+            if time.monotonic() > end:
+                print(f"{op_name(op)}.{kernel}: the time is up after {len(rows)} launches")
+                break
+            kernels.LAUNCHES[kernel] = {2**30: launch}
+            try:
+                rows.append((case.time("pallas", args.repeats)[0], launch))
+            except FAILURES as failure:  # most often: does not fit into shared memory
+                records.append({"kernel": kernel, "launch": launch, "failed": short(failure)})
+        kernels.LAUNCHES[kernel] = own[kernel]
+        for milliseconds, launch in sorted(rows)[: args.top]:
+            print(f"{op_name(op)}.{kernel} {name} b{batch} {milliseconds:9.4f} ms {','.join(map(str, launch))}", flush=True)
+        records += [{"kernel": kernel, "launch": launch, "value": milliseconds, "unit": "ms"} for milliseconds, launch in sorted(rows)]
+        if rows:
+            kernels.LAUNCHES[kernel] = {2**30: min(rows)[1]}
+    kernels.LAUNCHES.update(own)
+    return [{"id": f"scan/{op_name(op)}/{name}/b{batch}"} | record for record in records]
+
+
+def set_launch(parser: argparse.ArgumentParser, item: str) -> None:
+    target, _, numbers = item.partition("=")
+    name, _, kernel = target.partition(".")
+    kernels = next((part(op, "pallas_gpu") for op in OPS if op_name(op) == name), None)
+    if kernel not in getattr(kernels, "LAUNCHES", {}):
+        known = [f"{op_name(op)}.{kernel}" for op in OPS for kernel in getattr(part(op, "pallas_gpu"), "LAUNCHES", {})]
+        parser.error(f"--set {item}: no kernel {target!r}, only {', '.join(known)}")
+    launch = next(iter(kernels.LAUNCHES[kernel].values()))
+    try:
+        kernels.LAUNCHES[kernel] = {2**30: type(launch)(*map(int, numbers.split(",")))}
+    except (ValueError, TypeError):
+        parser.error(f"--set {item}: wants {','.join(launch._fields)}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [op_name(op) for op in OPS]
+    parser.add_argument("--ops", nargs="+", choices=names, default=names)
+    parser.add_argument("--shapes", nargs="+", choices=MODELS, default=["qwen3-8b"])
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--blocks", type=int, default=1, help="blocks a row: 1 in decoding, more in training (injection and block attention)")
+    parser.add_argument("--gradients", action="store_true", help="time forward and backward pass (injection and block attention)")
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS), help="xla before what to compare with it")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--scan", action="store_true")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for one scan of an operation at a shape and batch")
+    parser.add_argument("--top", type=int, default=8, help="lines of a scan's table")
+    parser.add_argument("--set", nargs="+", default=[], metavar="OP.KERNEL=NUMBERS")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    for item in args.set:
+        set_launch(parser, item)
+    ops = [op for op in OPS if op_name(op) in args.ops]
+    for op in ops:
+        specs = part(op, "arg_specs")
+        if (args.blocks > 1 or args.gradients) and "blocks" not in specs.arguments.__code__.co_varnames:
+            parser.error(f"--blocks {args.blocks}, --gradients: {op_name(op)} runs in decoding alone; leave it out of --ops")
+        if args.scan and not hasattr(part(op, "pallas_gpu"), "candidates"):
+            parser.error(f"--scan: {op_name(op)} has no launches to choose from; leave it out of --ops")
+
+    bandwidth = copy_bandwidth()
+    device = jax.devices()[0]
+    print(f"{device.device_kind}, jax {jax.__version__}, {args.dtype}, {bandwidth / 1e9:.0f} GB/s{', forward and backward' if args.gradients else ''}")
+    if not args.scan:
+        print(f"{'op':17s} {'shape':13s} {'b':>3s} {'impl':8s} {'ms':>9s} {'spread':>8s} {'MiB':>9s} {'/floor':>7s} {'/xla':>6s}  error")
+    measure = functools.partial(scan, args=args) if args.scan else functools.partial(compare, args=args, bandwidth=bandwidth)
+    records = [record for op in ops for name in args.shapes for batch in args.batches for record in measure(op, name, batch)]
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        head = {"device": device.device_kind, "jax": jax.__version__, "bytes_per_second": bandwidth, "command": " ".join(sys.argv)}
+        settings = {"dtype": args.dtype, "blocks": args.blocks, "gradients": args.gradients}
+        args.json.write_text(json.dumps(head | settings | {"records": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The injection's fast paths against its reference: the gradient by hand, the GPU kernels (interpreted, and on a GPU), and the choice between them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dspine_jax.config import MeshConfig
+from dspine_jax.sharding import BATCH_AXES, make_mesh
+from pallas_kernels.injection import InjectionWeights, injection, pallas_gpu, ref, vjp
+from pallas_kernels.injection.arg_specs import arguments
+from pallas_kernels.shapes import MODELS
+
+EPS = 1e-6
+# (B, N, K, D, R): with the tiles of ``small_tiles`` at least three along rows, columns of both widths and both depths, and the smallest of all.
+CASES = [(3, 1, 16, 104, 40), (2, 3, 7, 56, 40), (13, 2, 2, 72, 48), (1, 1, 2, 64, 16), (1, 1, 7, 160, 96)]
+TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
+NAMES = ("new stream", "features", "hidden gate", "dx", "danchor", *(f"d{name}" for name in InjectionWeights._fields))
+
+
+def make(B, N, K, D, R, dtype=jnp.bfloat16, weight_dtype=None, seed=0):
+    """(arguments, cotangents of the outputs); gates far from constant, one silent slot."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.normal(size=shape)  # noqa: E731
+    weights = rng.uniform(0.5, 1.5, D), draw(D, R) / D**0.5, draw(R, D) / R**0.5, draw(D, D) / D**0.5, draw(D), draw(R, D) / R**0.5
+    x = 3 * draw(B, N, K, D)
+    x[0, 0, 1] = 0
+    as_dtype = lambda x: jnp.asarray(x, dtype)  # noqa: E731
+    args = as_dtype(x), jnp.asarray(draw(B, N, R), jnp.float32), InjectionWeights(*(jnp.asarray(w, weight_dtype or dtype) for w in weights))
+    return args, (as_dtype(draw(B, N, K, D)), *(jnp.asarray(draw(B, N, K, width), jnp.float32) for width in (R, D)))
+
+
+def everything(function):
+    """(arguments, cotangents) -> outputs and all gradients, by name."""
+
+    def run(args, cotangents):
+        outputs, pull = jax.vjp(function, *args)
+        dx, danchor, dweights = pull(cotangents)
+        return dict(zip(NAMES, (*outputs, dx, danchor, *dweights)))
+
+    return run
+
+
+REFERENCE = functools.partial(ref.injection, eps=EPS)
+REFERENCE_AND_GRADIENTS = jax.jit(everything(REFERENCE))
+
+
+def exact(function, *inputs):
+    with jax.default_matmul_precision("highest"):
+        return function(*jax.tree.map(lambda x: x.astype(jnp.float32), inputs))
+
+
+def compare(ours, theirs, tolerance):
+    for name, x in ours.items():
+        assert jnp.isfinite(x.astype(jnp.float32)).all(), name
+        assert tiny.relative_l2(x.astype(jnp.float32), theirs[name]) < tolerance, name
+
+
+def compare_outputs(ours, args, dtype):
+    compare(dict(zip(NAMES, ours)), dict(zip(NAMES, exact(jax.jit(REFERENCE), *args))), TOLERANCE[jnp.dtype(dtype).name])
+    assert [x.dtype for x in ours] == [dtype, jnp.float32, jnp.float32]
+    np.testing.assert_array_equal(ours[0][:, :, 0], args[0][:, :, 0])
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    launches = {"products": {1: pallas_gpu.Launch(16, 16, 16, 3, 4, 2)}, "write": {1: pallas_gpu.Launch(16, 16, 16, 1, 4, 2)}}
+    monkeypatch.setattr(pallas_gpu, "LAUNCHES", launches)
+
+
+# ---- the gradient by hand -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "weight_dtype"),
+    [(CASES[1], jnp.float32, jnp.float32), (CASES[3], jnp.float32, jnp.float32), (CASES[1], jnp.bfloat16, jnp.float32), (CASES[0], jnp.bfloat16, jnp.bfloat16)],
+)
+def test_outputs_and_gradients_of_the_default(case, dtype, weight_dtype):
+    """Each gradient comes in its argument's type, and the default is what training runs."""
+    args, cotangents = make(*case, dtype=dtype, weight_dtype=weight_dtype)
+    ours = jax.jit(everything(functools.partial(injection, eps=EPS)))(args, cotangents)
+    assert [ours[name].dtype for name in NAMES[3:]] == [x.dtype for x in jax.tree.leaves(args)]
+    theirs = exact(REFERENCE_AND_GRADIENTS, args, cotangents)
+    compare(ours, theirs, 1e-5 if dtype == jnp.float32 else 2e-2)
+    plain = REFERENCE_AND_GRADIENTS(args, cotangents)
+    if dtype == jnp.bfloat16:  # no worse than autodiff at the same precision
+        for name in NAMES:
+            errors = [tiny.relative_l2(x[name].astype(jnp.float32), theirs[name]) for x in (ours, plain)]
+            assert errors[0] <= max(1.5 * errors[1], 1e-5), (name, errors)
+
+
+def test_default_on_a_mesh():
+    """The same values on rows spread over devices, with no row gathered."""
+    args, cotangents = make(8, 2, 7, 64, 24, dtype=jnp.float32)
+    run = everything(functools.partial(injection, eps=EPS))
+    alone = jax.jit(run)(args, cotangents)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8])
+    rows, whole = NamedSharding(mesh, P(BATCH_AXES)), NamedSharding(mesh, P())
+    with jax.set_mesh(mesh):
+        spread = jax.device_put((args, cotangents), ((rows, rows, jax.tree.map(lambda _: whole, args[2])), (rows,) * 3))
+        compiled = jax.jit(run).lower(*spread).compile()
+        theirs = compiled(*spread)
+    assert "all-gather" not in compiled.as_text()
+    for name in NAMES:
+        assert tiny.relative_l2(theirs[name], alone[name]) < 1e-5, name
+
+
+def test_what_is_kept_for_the_backward_pass():
+    """Nothing of a slot's width in fp32; the reference keeps several such arrays."""
+    args, _ = make(2, 3, 7, 64, 24, weight_dtype=jnp.float32)
+
+    def kept(function):
+        _, pull = jax.eval_shape(lambda *args: jax.vjp(functools.partial(function, eps=EPS), *args), *args)
+        return [x for x in jax.tree.leaves(pull) if x.dtype == jnp.float32 and x.shape[:2] == (2, 3) and x.shape[-1] in (64, 24) and x.ndim == 4]
+
+    assert not kept(injection) and len(kept(ref.injection)) >= 3
+
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("case", "dtype"), [(case, jnp.float32) for case in CASES] + [(case, jnp.bfloat16) for case in CASES[::2]])
+def test_kernels_equal_the_reference(case, dtype, small_tiles):
+    """In the interpreter, which is no evidence for the GPU compiler."""
+    args, _ = make(*case, dtype=dtype)
+    compare_outputs(jax.jit(functools.partial(pallas_gpu.injection, eps=EPS, interpret=True))(*args), args, dtype)
+
+
+@pytest.mark.parametrize("case", [(1, 1, 16, 320, 192), (5, 1, 16, 320, 192)])
+def test_kernels_with_the_tiles_of_a_gpu(case):
+    args, _ = make(*case)
+    compare_outputs(jax.jit(functools.partial(pallas_gpu.injection, eps=EPS, interpret=True))(*args), args, jnp.bfloat16)
+
+
+def lowered_for_cuda(function, *args) -> str:
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device)):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("blocks", "dtype", "found"), [(1, jnp.bfloat16, True), (2, jnp.bfloat16, False), (1, jnp.float32, False)])
+def test_what_takes_the_kernels(blocks, dtype, found):
+    """A decoding round of one row in bf16 holds them on a GPU; fp32 and training do not. On a CPU nothing does."""
+    args, _ = make(1, blocks, 16, 64, 24, dtype=dtype)
+    run = functools.partial(injection, eps=EPS)
+    text = lowered_for_cuda(run, *args)
+    assert [name in text for name in ("injection_products", "injection_write")] == [found] * 2
+    assert "triton" not in jax.jit(run).lower(*args).as_text()
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("model", MODELS)
+def test_kernels_lower_for_cuda(model, batch):
+    args, kwargs = jax.eval_shape(lambda key: arguments(MODELS[model], batch, key, jnp.bfloat16), jax.random.key(0))
+    assert lowered_for_cuda(functools.partial(injection, eps=EPS, implementation="pallas"), *args).count("triton") == 2
+
+
+def test_gradients_through_the_kernels(small_tiles, monkeypatch):
+    """A kernel's backward pass is the default's."""
+    monkeypatch.setattr(pallas_gpu, "injection", functools.partial(pallas_gpu.injection, interpret=True))
+    args, cotangents = make(2, 3, 7, 64, 24)
+    ours = jax.jit(everything(functools.partial(injection, eps=EPS, implementation="pallas")))(args, cotangents)
+    theirs = jax.jit(everything(lambda *args: vjp.injection(*args, EPS)))(args, cotangents)
+    for name in NAMES[3:]:
+        tiny.assert_bit_equal(ours[name], theirs[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_on_a_gpu(case, small_tiles):
+    args, _ = make(*case)
+    compare_outputs(jax.jit(functools.partial(injection, eps=EPS, implementation="pallas"))(*args), args, jnp.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("model", MODELS)
+def test_kernels_on_a_gpu_with_their_own_tiles(model, batch):
+    args, _ = arguments(MODELS[model], batch, jax.random.key(1), jnp.bfloat16)
+    run = jax.jit(functools.partial(injection, eps=EPS, implementation="pallas"))
+    ours = run(*args)
+    compare_outputs(ours, args, jnp.bfloat16)
+    for _ in range(3):
+        tiny.assert_bit_equal(run(*args), ours)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x, f, w: (x.astype(jnp.float32), f, w), "a stream of float32"),
+        (lambda x, f, w: (x, f, w._replace(message_RD=w.message_RD.astype(jnp.float32))), "message_RD of float32 with a stream of bfloat16"),
+        (lambda x, f, w: (x[:0], f[:0], w), "an empty stream"),
+    ],
+)
+def test_what_the_kernels_do_not_serve_is_refused_by_name(change, words):
+    args = change(*make(1, 1, 7, 64, 24)[0])
+    with pytest.raises(NotImplementedError, match=words):
+        injection(*args, eps=EPS, implementation="pallas")
+    assert injection(*args, eps=EPS)[0].shape == args[0].shape
+    with pytest.raises(ValueError, match="'cuda' is none of 'xla', 'pallas'"):
+        injection(*args, eps=EPS, implementation="cuda")
+
+
+def test_a_mesh_keeps_the_reference_path():
+    args, _ = make(1, 1, 7, 64, 24)
+    with jax.set_mesh(make_mesh(MeshConfig(data=1, tensor=2), jax.devices()[:2])):
+        with pytest.raises(NotImplementedError, match="a mesh of several devices.*'tensor': 2"):
+            injection(*args, eps=EPS, implementation="pallas")
+        assert "platform_index" not in str(jax.make_jaxpr(functools.partial(injection, eps=EPS))(*args))
