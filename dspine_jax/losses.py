@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dspine_jax.vocabulary import vocabulary_logits
-from pallas_kernels.head_softmax import head_softmax
+from pallas_kernels.head_softmax import head_softmax, position_multiple
 
 # Softmax weights are exp(logit - label logit - HEADROOM), capped at exp(LARGEST_EXPONENT): the sum of a million capped ones is below the largest float.
 # The label's own weight is a power of two, which bf16 holds exactly; rounded, it would bias every gradient by the same fraction of the label's row.
@@ -62,6 +62,9 @@ def _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, *, 
     B, T, D = hidden_BTD.shape
     count = -(-T // chunk)
     chunk = -(-T // max(count, 1))  # equal chunks leave the least to pad
+    if chunk > (multiple := position_multiple(B)):
+        chunk = -(-chunk // multiple) * multiple
+        count = -(-T // chunk)
     rest = count * chunk - T
     hidden = jnp.pad(hidden_BTD, ((0, 0), (0, rest), (0, 0))).reshape(B, count, chunk, D).swapaxes(0, 1)
     labels = jnp.pad(labels_BT, ((0, 0), (0, rest))).reshape(B, count, chunk).swapaxes(0, 1)

@@ -13,13 +13,22 @@ from jax.sharding import PartitionSpec as P
 
 from dspine_jax.config import MeshConfig
 from dspine_jax.sharding import make_mesh
-from pallas_kernels.head_softmax import head_softmax, pallas_gpu, ref
+from pallas_kernels.head_softmax import head_softmax, mosaic_gpu, ref
 
-CASES = {  # B, T, D, V, usable rows
-    "odd": (2, 131, 72, 301, 287),  # three tiles of states and of rows, two of the inner width, none of them whole
-    "whole": (1, 256, 128, 256, 256),
-    "smaller than a tile": (1, 3, 24, 40, 40),
+CASES = {  # B, T, D, V, usable rows; three tiles of states, vocabulary rows and inner width, and one of each
+    "three tiles": (3, 256, 192, 384, 351),
+    "one tile": (2, 128, 64, 128, 128),
 }
+GPU_CASES = CASES | {"whole model": (32, 64, 576, 49152, 49152), "wide": (4, 64, 2560, 151936, 151669)}
+
+
+def interpreter():
+    """Pallas' parameters to run a Hopper kernel on the CPU."""
+    if jax.version.__version_info__ < (0, 11):
+        pytest.skip(f"jax {jax.__version__} cannot interpret this kernel, 0.11 can")
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
 
 
 def arrays(B, T, D, V, dtype=jnp.bfloat16):
@@ -42,43 +51,59 @@ def compare(ours, theirs):
 def test_kernel_equals_reference(case):
     B, T, D, V, usable = CASES[case]
     args, how = arrays(B, T, D, V), dict(num_tokens=usable, largest=74.0)
-    weights, total, best = pallas_gpu.head_softmax(*args, **how, interpret=True)
+    weights, total, best = mosaic_gpu.head_softmax(*args, **how, interpret=interpreter())
     compare((weights, total, best), ref.head_softmax(*args, **how))
     assert weights.dtype == jnp.bfloat16 and total.dtype == jnp.float32 and best.dtype == jnp.int32
     assert (np.asarray(weights[..., usable:], np.float32) == 0).all() and (np.asarray(best) < usable).all()
 
 
 def test_ties_go_to_the_lowest_id_and_nan_stays():
-    hidden, rows = jnp.ones((1, 2, 16), jnp.bfloat16).at[0, 1].set(jnp.nan), jnp.zeros((300, 16), jnp.bfloat16).at[jnp.array([140, 141, 280])].set(1.0)
-    weights, total, best = pallas_gpu.head_softmax(hidden, rows, jnp.zeros((1, 2)), num_tokens=300, largest=74.0, interpret=True)
+    hidden = jnp.ones((1, 256, 64), jnp.bfloat16).at[0, 1].set(jnp.nan)
+    rows = jnp.zeros((384, 64), jnp.bfloat16).at[jnp.array([140, 141, 280])].set(1.0)
+    weights, total, best = mosaic_gpu.head_softmax(hidden, rows, jnp.zeros((1, 256)), num_tokens=384, largest=74.0, interpret=interpreter())
     assert best[0, 0] == 140 and np.isfinite(total[0, 0]) and np.isnan(total[0, 1])
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 1, 8)])
-def test_kernel_on_a_mesh(shape):
-    """Rows over data and fsdp, the vocabulary over tensor: totals add up and the largest logit is that of all parts, ties included."""
-    hidden, rows, origin = arrays(8, 5, 32, 320)
-    rows = rows.at[300].set(rows[3])  # the same logits in the first and the last part
+def one_device(hidden_BTD, rows_VD, origin_BT, end_1, *, largest, interpret):
+    """What the kernel leaves on a device, in jnp (Pallas' interpreter runs on one device only)."""
+    tiles = []
+    for first in range(0, rows_VD.shape[0], mosaic_gpu.ROWS):
+        part = rows_VD[first : first + mosaic_gpu.ROWS]
+        weights, total, best = ref.head_softmax(hidden_BTD, part, origin_BT, num_tokens=mosaic_gpu.ROWS, largest=largest)
+        top = jnp.einsum("btd,vd->btv", hidden_BTD, part, preferred_element_type=jnp.float32).max(-1)
+        tiles.append((weights, total, top, best + first))
+    weights, *partial = zip(*tiles)
+    assert end_1[0].shape == ()
+    return jnp.concatenate(weights, -1), *(jnp.stack(x, -1) for x in partial)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 2), (2, 2, 2), (1, 1, 8)])
+def test_spread_over_a_mesh(shape, monkeypatch):
+    """Rows over data and fsdp, the vocabulary over tensor: totals add up and the largest logit is that of all parts, ties to the lowest id."""
+    hidden, rows, origin = arrays(8, 16, 64, 1024)
+    rows = rows.at[1000].set(rows[3])  # the same logits in the first and the last part
     mesh = make_mesh(MeshConfig(*shape))
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
-    how = dict(num_tokens=310, largest=74.0)
+    how = dict(num_tokens=1024, largest=74.0)
+    monkeypatch.setattr(mosaic_gpu, "_local", one_device)
     with jax.set_mesh(mesh):
         args = put(hidden, ("data", "fsdp")), put(rows, "tensor", "fsdp"), put(origin, ("data", "fsdp"))
-        ours = jax.jit(functools.partial(pallas_gpu.head_softmax, **how, interpret=True))(*args)
+        ours = jax.jit(functools.partial(mosaic_gpu.head_softmax, **how))(*args)
     compare(jax.device_get(ours), ref.head_softmax(hidden, rows, origin, **how))
+    assert (np.asarray(ours[2]) != 1000).all() and (np.asarray(ours[2]) == 3).any()
 
 
 def test_explicit_choice_never_falls_back():
-    args = arrays(1, 4, 16, 32, jnp.float32)
-    with pytest.raises(NotImplementedError, match="float32"):
+    args = arrays(1, 4, 16, 32)
+    with pytest.raises(NotImplementedError, match="jax 0.10" if jax.version.__version_info__ < (0, 11) else "1 x 4 states"):
+        head_softmax(*args, num_tokens=32, largest=74.0, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="'pallas'"):
         head_softmax(*args, num_tokens=32, largest=74.0, implementation="pallas")
-    with pytest.raises(ValueError, match="'mosaic'"):
-        head_softmax(*args, num_tokens=32, largest=74.0, implementation="mosaic")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", GPU_CASES)
 def test_same_table_on_the_gpu(case):
-    B, T, D, V, usable = CASES[case]
+    B, T, D, V, usable = GPU_CASES[case]
     args, how = arrays(B, T, D, V), dict(num_tokens=usable, largest=74.0)
-    compare(*(jax.jit(functools.partial(head_softmax, **how, implementation=name))(*args) for name in ("pallas", "xla")))
+    compare(*(jax.jit(functools.partial(head_softmax, **how, implementation=name))(*args) for name in ("mosaic_gpu", "xla")))

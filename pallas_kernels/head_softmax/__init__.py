@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 
 from pallas_kernels.head_softmax import ref
+from pallas_kernels.mesh import mesh_in_scope
 
-__all__ = ["head_softmax"]
+__all__ = ["head_softmax", "position_multiple"]
+
+
+def position_multiple(batch: int) -> int:
+    """How many positions of each of ``batch`` rows fill the kernel's tiles on every device; calls with multiples of it can use the kernel."""
+    from pallas_kernels.head_softmax import mosaic_gpu
+
+    mesh = mesh_in_scope()
+    local = max(batch // (1 if mesh is None else mesh.size // mesh.shape.get("tensor", 1)), 1)
+    return mosaic_gpu.STATES_OF_TILE // math.gcd(mosaic_gpu.STATES_OF_TILE, local)
 
 
 def head_softmax(
@@ -21,20 +32,21 @@ def head_softmax(
 
     hidden [B,T,D], rows U [V,D], origin [B,T] fp32 -> (weights [B,T,V] in hidden's dtype, total [B,T] fp32, best [B,T] int32).
 
-    implementation: 'xla', 'pallas' (raises NotImplementedError for what it does not serve), or None: the kernel on an NVIDIA GPU where it serves, else XLA.
+    implementation: 'xla', 'mosaic_gpu' (raises NotImplementedError for what it does not serve), or None: the kernel on NVIDIA's Hopper where it
+    serves, else XLA.
     """
-    from pallas_kernels.head_softmax import pallas_gpu
+    from pallas_kernels.head_softmax import mosaic_gpu
 
     args = hidden_BTD, rows_VD, origin_BT
     reference = functools.partial(ref.head_softmax, num_tokens=num_tokens, largest=largest)
-    kernel = functools.partial(pallas_gpu.head_softmax, num_tokens=num_tokens, largest=largest)
+    kernel = functools.partial(mosaic_gpu.head_softmax, num_tokens=num_tokens, largest=largest)
     if implementation == "xla":
         return reference(*args)
-    reason = pallas_gpu.unsupported(hidden_BTD, rows_VD)
-    if implementation == "pallas":
+    reason = mosaic_gpu.unsupported(hidden_BTD, rows_VD)
+    if implementation == "mosaic_gpu":
         if reason:
             raise NotImplementedError(f"head_softmax: the kernel does not serve {reason}")
         return kernel(*args)
     if implementation is not None:
-        raise ValueError(f"implementation {implementation!r} is none of 'xla', 'pallas'")
+        raise ValueError(f"implementation {implementation!r} is none of 'xla', 'mosaic_gpu'")
     return reference(*args) if reason else jax.lax.platform_dependent(*args, cuda=kernel, default=reference)
