@@ -161,17 +161,17 @@ def scan(op, name: str, batch: int, args) -> list[dict]:
                 break
             kernels.LAUNCHES[kernel] = {2**30: launch}
             try:
-                rows.append((case.time("pallas", args.repeats)[0], launch))
+                rows.append((case.time(args.scan, args.repeats)[0], launch))
             except FAILURES as failure:  # most often: does not fit into shared memory
                 records.append({"kernel": kernel, "launch": launch, "failed": short(failure)})
         kernels.LAUNCHES[kernel] = own[kernel]
         for milliseconds, launch in sorted(rows)[: args.top]:
-            print(f"{op_name(op)}.{kernel} {name} b{batch} {milliseconds:9.4f} ms {','.join(map(str, launch))}", flush=True)
+            print(f"{args.scan} {op_name(op)}.{kernel} {name} b{batch} {milliseconds:9.4f} ms {','.join(map(str, launch))}", flush=True)
         records += [{"kernel": kernel, "launch": launch, "value": milliseconds, "unit": "ms"} for milliseconds, launch in sorted(rows)]
         if rows:
             kernels.LAUNCHES[kernel] = {2**30: min(rows)[1]}
     kernels.LAUNCHES.update(own)
-    return [{"id": f"scan/{op_name(op)}/{name}/b{batch}"} | record for record in records]
+    return [{"id": f"scan/{op_name(op)}/{name}/b{batch}/{args.scan}"} | record for record in records]
 
 
 def set_launch(parser: argparse.ArgumentParser, item: str) -> None:
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS), help="xla before what to compare with it")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--scan", action="store_true")
+    parser.add_argument("--scan", nargs="?", choices=("pallas", "triton"), const="pallas", help="try launches of this implementation (pallas)")
     parser.add_argument("--seconds", type=float, default=120.0, help="for one scan of an operation at a shape and batch")
     parser.add_argument("--top", type=int, default=8, help="lines of a scan's table")
     parser.add_argument("--set", nargs="+", default=[], metavar="OP.KERNEL=NUMBERS")
