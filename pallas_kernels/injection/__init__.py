@@ -15,7 +15,7 @@ from pallas_kernels.injection.ref import injection as _reference
 __all__ = ["InjectionWeights", "injection", "unit", "write"]
 
 IMPLEMENTATIONS = ("xla", "pallas", "triton")
-MOST_ROWS = 16  # of a call that takes the GPU kernels by default: with more, XLA's matrix products are as fast
+MOST_ROWS = 16  # of a call that takes the GPU kernels by default; larger ones would have to be measured beside XLA's matrix products first
 
 
 def _with_gradient(kernel, eps: float):
