@@ -76,8 +76,15 @@ class Case:
         self.gradients = gradients
         self.bytes = specs.bytes_moved(shape, batch, dtype, **extra)
         count = max(shape.num_layers, min(40, int(at_least_bytes // self.bytes)))
+        # A program has to take longer on the device than its launch takes on the host.
+        self.rounds = max(1, min(200, int(2 * at_least_bytes // self.bytes)) // count)
         made = [specs.arguments(shape, batch, jax.random.key(i), dtype, **extra) for i in range(count)]
         self.sets, self.static = [args for args, _ in made], made[0][1]
+
+    @property
+    def operations(self) -> int:
+        """How many a program runs."""
+        return len(self.sets) * self.rounds
 
     def run(self, args, implementation: str):
         run = functools.partial(self.function, **self.static, implementation=None if implementation == "default" else implementation)
@@ -88,17 +95,18 @@ class Case:
         return outputs, pull(outputs)
 
     def program(self, sets, implementation: str) -> list:
+        run = jax.jit(functools.partial(self.run, implementation=implementation))  # traced once, not for every set
         results = []
-        for args in sets:
+        for args in sets * self.rounds:
             if results:  # returned after the barrier: XLA drops what a barrier gives to nobody, and the order with it
                 args, results[-1] = jax.lax.optimization_barrier((args, results[-1]))
-            results.append(self.run(args, implementation))
+            results.append(run(args))
         return results
 
     def time(self, implementation: str, repeats: int) -> tuple[float, float]:
         """(median, spread) in ms. Raises what compiling or running does."""
         compiled = jax.jit(functools.partial(self.program, implementation=implementation)).lower(self.sets).compile()
-        return time_queued(compiled, (self.sets,), len(self.sets), repeats)
+        return time_queued(compiled, (self.sets,), self.operations, repeats)
 
     def error(self, implementation: str) -> float | None:
         """Largest relative L2 distance of a floating-point output to the reference in fp32; None for gradients and for outputs of integers."""
@@ -126,7 +134,7 @@ def compare(op, name: str, batch: int, args, bandwidth: float) -> list[dict]:
     floor = 1e3 * case.bytes / bandwidth
     records = []
     for implementation in args.implementations:
-        record = {"id": f"kernel/{op_name(op)}/{name}/b{batch}/{implementation}", "bytes": case.bytes, "floor_ms": floor, "sets": len(case.sets)}
+        record = {"id": f"kernel/{op_name(op)}/{name}/b{batch}/{implementation}", "bytes": case.bytes, "floor_ms": floor, "operations": case.operations}
         line = f"{op_name(op):17s} {name:13s} {batch:3d} {implementation:8s}"
         try:
             median, spread = case.time(implementation, args.repeats)
@@ -144,17 +152,17 @@ def compare(op, name: str, batch: int, args, bandwidth: float) -> list[dict]:
 
 
 def make_case(op, name: str, batch: int, args) -> Case:
-    at_least = 2**18 if jax.default_backend() == "cpu" else 2**30
+    at_least = 2**16 if jax.default_backend() == "cpu" else 2**30
     return Case(op, MODELS[name], batch, jnp.dtype(args.dtype), blocks=args.blocks, gradients=args.gradients, at_least_bytes=at_least)
 
 
 def scan(op, name: str, batch: int, args) -> list[dict]:
-    """Times under the launches of ``candidates``, the best of each kernel kept while the next is tried; ends when the time is up."""
+    """Times under the launches of ``candidates``, the best of each kernel kept while the next is tried; each kernel has its share of the time."""
     kernels = part(op, "pallas_gpu")
-    case, rows, records, end = make_case(op, name, batch, args), {}, [], time.monotonic() + args.seconds
+    case, records = make_case(op, name, batch, args), []
     own = {kernel: dict(launches) for kernel, launches in kernels.LAUNCHES.items()}
     for kernel in kernels.LAUNCHES:
-        rows = []
+        rows, end = [], time.monotonic() + args.seconds / len(own)
         for launch in kernels.candidates(kernel, MODELS[name], batch * args.blocks):
             if time.monotonic() > end:
                 print(f"{op_name(op)}.{kernel}: the time is up after {len(rows)} launches")
@@ -165,6 +173,9 @@ def scan(op, name: str, batch: int, args) -> list[dict]:
             except FAILURES as failure:  # most often: does not fit into shared memory
                 records.append({"kernel": kernel, "launch": launch, "failed": short(failure)})
         kernels.LAUNCHES[kernel] = own[kernel]
+        failed = [record["failed"] for record in records if record["kernel"] == kernel and "failed" in record]
+        if failed:
+            print(f"{op_name(op)}.{kernel}: {len(failed)} launches failed, the first with {failed[0]}")
         for milliseconds, launch in sorted(rows)[: args.top]:
             print(f"{args.scan} {op_name(op)}.{kernel} {name} b{batch} {milliseconds:9.4f} ms {','.join(map(str, launch))}", flush=True)
         records += [{"kernel": kernel, "launch": launch, "value": milliseconds, "unit": "ms"} for milliseconds, launch in sorted(rows)]

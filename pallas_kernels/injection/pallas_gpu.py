@@ -61,7 +61,8 @@ def candidates(kernel: str, shape: ModelShape, blocks: int) -> list[Launch]:
         count = lambda x: shape.hidden_size / x.columns * max(1, tall / x.rows)  # noqa: E731
         feature_bytes = 4 * (parts + 1) if tall == LEAST_ROWS else 2
         in_flight = lambda x: x.depth * (4 * x.columns + feature_bytes * x.rows) * x.stages  # noqa: E731
-    return [x for x in itertools.starmap(Launch, grid) if 48 << 10 <= in_flight(x) <= 220 << 10 and 64 <= count(x) <= 640]
+    least = min(64, shape.hidden_size // 64)  # programs, of 132 multiprocessors
+    return [x for x in itertools.starmap(Launch, grid) if 48 << 10 <= in_flight(x) <= 220 << 10 and least <= count(x) <= 640]
 
 
 def _mask(rows: int, columns: int, real_rows, real_columns):
