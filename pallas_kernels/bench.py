@@ -58,8 +58,8 @@ def time_queued(compiled, inputs, per_program: int, repeats: int) -> tuple[float
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read plus written, of a large copy (1 GiB on an accelerator, 64 MiB on a CPU)."""
-    words = 2**24 if jax.default_backend() == "cpu" else 2**28
+    """Bytes a second, read plus written, of a large copy (1 GiB on an accelerator, 16 MiB on a CPU)."""
+    words = 2**22 if jax.default_backend() == "cpu" else 2**28
     x = jnp.zeros((words,), jnp.int32)
     compiled = jax.jit(lambda x: x + 1).lower(x).compile()
     return 8 * words / (1e-3 * time_queued(compiled, (x,), 1, 10)[0])
@@ -76,8 +76,15 @@ class Case:
         self.gradients = gradients
         self.bytes = specs.bytes_moved(shape, batch, dtype, **extra)
         count = max(shape.num_layers, min(40, int(at_least_bytes // self.bytes)))
+        # A program has to take longer on the device than its launch takes on the host.
+        self.rounds = max(1, min(200, int(2 * at_least_bytes // self.bytes)) // count)
         made = [specs.arguments(shape, batch, jax.random.key(i), dtype, **extra) for i in range(count)]
         self.sets, self.static = [args for args, _ in made], made[0][1]
+
+    @property
+    def operations(self) -> int:
+        """How many a program runs."""
+        return len(self.sets) * self.rounds
 
     def run(self, args, implementation: str):
         run = functools.partial(self.function, **self.static, implementation=None if implementation == "default" else implementation)
@@ -87,18 +94,19 @@ class Case:
         outputs, pull = jax.lax.optimization_barrier(jax.vjp(lambda *args: self.used(run(*args)), *args))
         return outputs, pull(outputs)
 
+    def program(self, sets, implementation: str) -> list:
+        run = jax.jit(functools.partial(self.run, implementation=implementation))  # traced once, not for every set
+        results = []
+        for args in sets * self.rounds:
+            if results:  # returned after the barrier: XLA drops what a barrier gives to nobody, and the order with it
+                args, results[-1] = jax.lax.optimization_barrier((args, results[-1]))
+            results.append(run(args))
+        return results
+
     def time(self, implementation: str, repeats: int) -> tuple[float, float]:
         """(median, spread) in ms. Raises what compiling or running does."""
-
-        def program(sets):
-            results = []
-            for args in sets:
-                if results:  # returned after the barrier: XLA drops what a barrier gives to nobody, and the order with it
-                    args, results[-1] = jax.lax.optimization_barrier((args, results[-1]))
-                results.append(self.run(args, implementation))
-            return results
-
-        return time_queued(jax.jit(program).lower(self.sets).compile(), (self.sets,), len(self.sets), repeats)
+        compiled = jax.jit(functools.partial(self.program, implementation=implementation)).lower(self.sets).compile()
+        return time_queued(compiled, (self.sets,), self.operations, repeats)
 
     def error(self, implementation: str) -> float | None:
         """Largest relative L2 distance of a floating-point output to the reference in fp32; None for gradients and for outputs of integers."""
@@ -117,7 +125,7 @@ def short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:150]}" if str(error) else type(error).__name__
 
 
-FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError, TypeError, ImportError)  # what a kernel that cannot run here raises
+FAILURES = (Exception,)  # each compiler raises types of its own; what cannot run here gets a line that says why, and the others are still timed
 
 
 def compare(op, name: str, batch: int, args, bandwidth: float) -> list[dict]:
@@ -126,7 +134,7 @@ def compare(op, name: str, batch: int, args, bandwidth: float) -> list[dict]:
     floor = 1e3 * case.bytes / bandwidth
     records = []
     for implementation in args.implementations:
-        record = {"id": f"kernel/{op_name(op)}/{name}/b{batch}/{implementation}", "bytes": case.bytes, "floor_ms": floor, "sets": len(case.sets)}
+        record = {"id": f"kernel/{op_name(op)}/{name}/b{batch}/{implementation}", "bytes": case.bytes, "floor_ms": floor, "operations": case.operations}
         line = f"{op_name(op):17s} {name:13s} {batch:3d} {implementation:8s}"
         try:
             median, spread = case.time(implementation, args.repeats)
@@ -144,34 +152,37 @@ def compare(op, name: str, batch: int, args, bandwidth: float) -> list[dict]:
 
 
 def make_case(op, name: str, batch: int, args) -> Case:
-    at_least = 2**20 if jax.default_backend() == "cpu" else 2**30
+    at_least = 2**16 if jax.default_backend() == "cpu" else 2**30
     return Case(op, MODELS[name], batch, jnp.dtype(args.dtype), blocks=args.blocks, gradients=args.gradients, at_least_bytes=at_least)
 
 
 def scan(op, name: str, batch: int, args) -> list[dict]:
-    """Times under the launches of ``candidates``, the best of each kernel kept while the next is tried; ends when the time is up."""
+    """Times under the launches of ``candidates``, the best of each kernel kept while the next is tried; each kernel has its share of the time."""
     kernels = part(op, "pallas_gpu")
-    case, rows, records, end = make_case(op, name, batch, args), {}, [], time.monotonic() + args.seconds
+    case, records = make_case(op, name, batch, args), []
     own = {kernel: dict(launches) for kernel, launches in kernels.LAUNCHES.items()}
     for kernel in kernels.LAUNCHES:
-        rows = []
+        rows, end = [], time.monotonic() + args.seconds / len(own)
         for launch in kernels.candidates(kernel, MODELS[name], batch * args.blocks):
             if time.monotonic() > end:
                 print(f"{op_name(op)}.{kernel}: the time is up after {len(rows)} launches")
                 break
             kernels.LAUNCHES[kernel] = {2**30: launch}
             try:
-                rows.append((case.time("pallas", args.repeats)[0], launch))
+                rows.append((case.time(args.scan, args.repeats)[0], launch))
             except FAILURES as failure:  # most often: does not fit into shared memory
                 records.append({"kernel": kernel, "launch": launch, "failed": short(failure)})
         kernels.LAUNCHES[kernel] = own[kernel]
+        failed = [record["failed"] for record in records if record["kernel"] == kernel and "failed" in record]
+        if failed:
+            print(f"{op_name(op)}.{kernel}: {len(failed)} launches failed, the first with {failed[0]}")
         for milliseconds, launch in sorted(rows)[: args.top]:
-            print(f"{op_name(op)}.{kernel} {name} b{batch} {milliseconds:9.4f} ms {','.join(map(str, launch))}", flush=True)
+            print(f"{args.scan} {op_name(op)}.{kernel} {name} b{batch} {milliseconds:9.4f} ms {','.join(map(str, launch))}", flush=True)
         records += [{"kernel": kernel, "launch": launch, "value": milliseconds, "unit": "ms"} for milliseconds, launch in sorted(rows)]
         if rows:
             kernels.LAUNCHES[kernel] = {2**30: min(rows)[1]}
     kernels.LAUNCHES.update(own)
-    return [{"id": f"scan/{op_name(op)}/{name}/b{batch}"} | record for record in records]
+    return [{"id": f"scan/{op_name(op)}/{name}/b{batch}/{args.scan}"} | record for record in records]
 
 
 def set_launch(parser: argparse.ArgumentParser, item: str) -> None:
@@ -188,6 +199,11 @@ def set_launch(parser: argparse.ArgumentParser, item: str) -> None:
         parser.error(f"--set {item}: wants {','.join(launch._fields)}")
 
 
+def write_json(path: Path, settings: dict, records: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"command": " ".join(sys.argv), "jax": jax.__version__} | settings | {"records": records}, indent=1) + "\n")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [op_name(op) for op in OPS]
@@ -199,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS), help="xla before what to compare with it")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--scan", action="store_true")
+    parser.add_argument("--scan", nargs="?", choices=("pallas", "triton"), const="pallas", help="try launches of this implementation (pallas)")
     parser.add_argument("--seconds", type=float, default=120.0, help="for one scan of an operation at a shape and batch")
     parser.add_argument("--top", type=int, default=8, help="lines of a scan's table")
     parser.add_argument("--set", nargs="+", default=[], metavar="OP.KERNEL=NUMBERS")
@@ -223,10 +239,8 @@ def main(argv: list[str] | None = None) -> None:
     measure = functools.partial(scan, args=args) if args.scan else functools.partial(compare, args=args, bandwidth=bandwidth)
     records = [record for op in ops for name in args.shapes for batch in args.batches for record in measure(op, name, batch)]
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        head = {"device": device.device_kind, "jax": jax.__version__, "bytes_per_second": bandwidth, "command": " ".join(sys.argv)}
         settings = {"dtype": args.dtype, "blocks": args.blocks, "gradients": args.gradients}
-        args.json.write_text(json.dumps(head | settings | {"records": records}, indent=1) + "\n")
+        write_json(args.json, {"device": device.device_kind, "bytes_per_second": bandwidth} | settings, records)
 
 
 if __name__ == "__main__":

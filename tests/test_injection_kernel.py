@@ -1,4 +1,4 @@
-"""The injection's fast paths against its reference: the gradient by hand, the GPU kernels (interpreted, and on a GPU), and the choice between them."""
+"""The injection's fast paths against its reference: the gradient by hand, the kernels (interpreted, and on a GPU), and the choice between them."""
 
 import functools
 
@@ -12,13 +12,15 @@ from jax.sharding import PartitionSpec as P
 
 from dspine_jax.config import MeshConfig
 from dspine_jax.sharding import BATCH_AXES, make_mesh
-from pallas_kernels.injection import InjectionWeights, injection, pallas_gpu, ref, vjp
+from pallas_kernels.injection import InjectionWeights, _with_gradient, injection, pallas_gpu, pallas_tpu, ref, triton_gpu, vjp
 from pallas_kernels.injection.arg_specs import arguments
 from pallas_kernels.shapes import MODELS
 
 EPS = 1e-6
 # (B, N, K, D, R): with the tiles of ``small_tiles`` at least three along rows, columns of both widths and both depths, and the smallest of all.
 CASES = [(3, 1, 16, 104, 40), (2, 3, 7, 56, 40), (13, 2, 2, 72, 48), (1, 1, 2, 64, 16), (1, 1, 7, 160, 96)]
+# The same for the TPU, whose columns come in 128s, and a width and a few blocks that do not divide.
+TPU_CASES = [(17, 1, 16, 384, 384), (3, 7, 7, 384, 24), (19, 1, 2, 56, 384), (3, 1, 7, 64, 24)]
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
 NAMES = ("new stream", "features", "hidden gate", "dx", "danchor", *(f"d{name}" for name in InjectionWeights._fields))
 
@@ -71,6 +73,8 @@ def compare_outputs(ours, args, dtype):
 def small_tiles(monkeypatch):
     launches = {"products": {1: pallas_gpu.Launch(16, 16, 16, 3, 4, 2)}, "write": {1: pallas_gpu.Launch(16, 16, 16, 1, 4, 2)}}
     monkeypatch.setattr(pallas_gpu, "LAUNCHES", launches)
+    monkeypatch.setattr(pallas_tpu, "MOST_COLUMNS", pallas_tpu.LANES)
+    monkeypatch.setattr(pallas_tpu, "MOST_ROWS", 1)
 
 
 # ---- the gradient by hand -----------------------------------------------------------------------
@@ -131,6 +135,13 @@ def test_kernels_equal_the_reference(case, dtype, small_tiles):
     compare_outputs(jax.jit(functools.partial(pallas_gpu.injection, eps=EPS, interpret=True))(*args), args, dtype)
 
 
+@pytest.mark.parametrize(("case", "dtype"), [(case, jnp.float32) for case in TPU_CASES] + [(case, jnp.bfloat16) for case in TPU_CASES[:2]])
+def test_tpu_kernel_equals_the_reference(case, dtype, small_tiles):
+    """In the interpreter; tests/test_tpu_compile.py compiles it."""
+    args, _ = make(*case, dtype=dtype)
+    compare_outputs(jax.jit(functools.partial(pallas_tpu.injection, eps=EPS, interpret=True))(*args), args, dtype)
+
+
 @pytest.mark.parametrize("case", [(1, 1, 16, 320, 192), (5, 1, 16, 320, 192)])
 def test_kernels_with_the_tiles_of_a_gpu(case):
     args, _ = make(*case)
@@ -160,29 +171,38 @@ def test_kernels_lower_for_cuda(model, batch):
     assert lowered_for_cuda(functools.partial(injection, eps=EPS, implementation="pallas"), *args).count("triton") == 2
 
 
-def test_gradients_through_the_kernels(small_tiles, monkeypatch):
+def test_gradients_through_the_kernels(small_tiles):
     """A kernel's backward pass is the default's."""
-    monkeypatch.setattr(pallas_gpu, "injection", functools.partial(pallas_gpu.injection, interpret=True))
     args, cotangents = make(2, 3, 7, 64, 24)
-    ours = jax.jit(everything(functools.partial(injection, eps=EPS, implementation="pallas")))(args, cotangents)
+    ours = jax.jit(everything(_with_gradient(functools.partial(pallas_gpu.injection, interpret=True), EPS)))(args, cotangents)
     theirs = jax.jit(everything(lambda *args: vjp.injection(*args, EPS)))(args, cotangents)
     for name in NAMES[3:]:
         tiny.assert_bit_equal(ours[name], theirs[name])
 
 
+def compiled_kernels(implementation: str):
+    reason = implementation == "triton" and triton_gpu.unavailable()
+    if reason:
+        pytest.skip(f"{reason}; pip install '.[triton]' on a GPU machine")
+    return jax.jit(functools.partial(injection, eps=EPS, implementation=implementation))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_on_a_gpu(case, small_tiles):
+@pytest.mark.parametrize("implementation", ["pallas", "triton"])
+def test_kernels_on_a_gpu(implementation, case, small_tiles):
     args, _ = make(*case)
-    compare_outputs(jax.jit(functools.partial(injection, eps=EPS, implementation="pallas"))(*args), args, jnp.bfloat16)
+    compare_outputs(compiled_kernels(implementation)(*args), args, jnp.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("model", MODELS)
-def test_kernels_on_a_gpu_with_their_own_tiles(model, batch):
+@pytest.mark.parametrize("implementation", ["pallas", "triton"])
+def test_kernels_on_a_gpu_with_their_own_tiles(implementation, model, batch):
+    """Right, and the same every time: no sum depends on which program comes first."""
     args, _ = arguments(MODELS[model], batch, jax.random.key(1), jnp.bfloat16)
-    run = jax.jit(functools.partial(injection, eps=EPS, implementation="pallas"))
+    run = compiled_kernels(implementation)
     ours = run(*args)
     compare_outputs(ours, args, jnp.bfloat16)
     for _ in range(3):
@@ -202,8 +222,14 @@ def test_what_the_kernels_do_not_serve_is_refused_by_name(change, words):
     with pytest.raises(NotImplementedError, match=words):
         injection(*args, eps=EPS, implementation="pallas")
     assert injection(*args, eps=EPS)[0].shape == args[0].shape
-    with pytest.raises(ValueError, match="'cuda' is none of 'xla', 'pallas'"):
+    with pytest.raises(ValueError, match="'cuda' is none of 'xla', 'pallas', 'triton'"):
         injection(*args, eps=EPS, implementation="cuda")
+
+
+@pytest.mark.skipif(triton_gpu.unavailable() is None, reason="jax-triton is installed")
+def test_triton_without_jax_triton_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="without jax-triton"):
+        injection(*make(1, 1, 7, 64, 24)[0], eps=EPS, implementation="triton")
 
 
 def test_a_mesh_keeps_the_reference_path():

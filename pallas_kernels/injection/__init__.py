@@ -5,22 +5,40 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.injection import vjp
 from pallas_kernels.injection.ref import InjectionWeights, unit, write
 from pallas_kernels.injection.ref import injection as _reference
+from pallas_kernels.mesh import mesh_in_scope
 
 __all__ = ["InjectionWeights", "injection", "unit", "write"]
 
-IMPLEMENTATIONS = ("xla", "pallas")
-MOST_ROWS = 16  # of a call that takes the GPU kernels by default: with more, XLA's matrix products are as fast
+IMPLEMENTATIONS = ("xla", "pallas", "triton")
+MOST_ROWS = 16  # of a call that takes the GPU kernels by default; larger ones would have to be measured beside XLA's matrix products first
 
 
-def _differentiable(kernel, eps: float):
+def _with_gradient(kernel, eps: float):
     """A kernel without a gradient of its own: the backward pass runs the injection again."""
     function = jax.custom_vjp(functools.partial(kernel, eps=eps))
     function.defvjp(lambda *args: (function(*args), args), lambda args, cotangents: jax.vjp(lambda *args: vjp.injection(*args, eps), *args)[1](cotangents))
     return function
+
+
+def _unsupported(x_BNKD: jax.Array, weights: InjectionWeights) -> str | None:
+    """What keeps every kernel from serving these arrays, None if nothing does."""
+    if x_BNKD.dtype != jnp.bfloat16:
+        return f"a stream of {x_BNKD.dtype} (only bfloat16)"
+    for name in ("feature_DR", "gate_predecessor_RD", "gate_hidden_DD", "message_RD"):
+        dtype = getattr(weights, name).dtype
+        if dtype != x_BNKD.dtype:  # each call would read and write whole weights to cast them
+            return f"{name} of {dtype} with a stream of {x_BNKD.dtype} (only weights of the stream's type)"
+    if 0 in x_BNKD.shape:
+        return f"an empty stream {x_BNKD.shape}"
+    mesh = mesh_in_scope()
+    if mesh is not None:
+        return f"a mesh of several devices, {dict(mesh.shape)}"
+    return None
 
 
 def injection(
@@ -34,23 +52,30 @@ def injection(
     x [B,N,K,D], anchor_feature [B,N,R] -> (new stream [B,N,K,D], predicted features p [B,N,K,R]
     fp32, hidden gate [B,N,K,D] fp32 for redoing the write).
 
-    implementation: 'xla', the reference and its autodiff; 'pallas', kernels for one device (raises NotImplementedError for what they do not serve); or
-    None: on an NVIDIA GPU those for calls of few rows that they serve, else jnp with a gradient by hand, on any platform and mesh.
+    implementation: 'xla', the reference and its autodiff; 'pallas', kernels for one device, by way of Triton on an NVIDIA GPU and of Mosaic on a TPU;
+    'triton', the same for a GPU through jax-triton (both raise NotImplementedError for what they do not serve); or None: on an NVIDIA GPU the Pallas
+    kernels for calls of few rows that they serve, else jnp with a gradient by hand, on any platform and mesh. The TPU kernel has to be asked for: no TPU
+    was there to measure it.
     """
     args = x_BNKD, anchor_feature_BNR, weights
     if implementation == "xla":
         return _reference(*args, eps=eps)
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    from pallas_kernels.injection import pallas_gpu
+    from pallas_kernels.injection import pallas_gpu, pallas_tpu, triton_gpu
 
-    reason = pallas_gpu.unsupported(*args)
-    kernel = _differentiable(pallas_gpu.injection, eps)
+    reason = _unsupported(x_BNKD, weights)
+    if implementation == "triton":
+        reason = reason or triton_gpu.unavailable()
+    if implementation and reason:
+        raise NotImplementedError(f"injection: the kernels do not serve {reason}")
+    if implementation == "triton":
+        return jax.lax.platform_dependent(*args, cuda=_with_gradient(triton_gpu.injection, eps))
+    gpu = _with_gradient(pallas_gpu.injection, eps)
     if implementation == "pallas":
-        if reason:
-            raise NotImplementedError(f"injection: the kernels do not serve {reason}")
-        return kernel(*args)
+        tpu = {} if pallas_tpu.unsupported(x_BNKD, weights) else {"tpu": _with_gradient(pallas_tpu.injection, eps)}
+        return jax.lax.platform_dependent(*args, cuda=gpu, **tpu)
     plain = lambda *args: vjp.injection(*args, eps)  # noqa: E731
     if reason or x_BNKD.size // x_BNKD.shape[-1] > MOST_ROWS:
         return plain(*args)
-    return jax.lax.platform_dependent(*args, cuda=kernel, default=plain)
+    return jax.lax.platform_dependent(*args, cuda=gpu, default=plain)

@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.injection.ref import InjectionWeights
-from pallas_kernels.mesh import mesh_in_scope
 from pallas_kernels.shapes import ModelShape
 
 LEAST_ROWS = 16  # of a matrix product
@@ -37,7 +36,7 @@ class Launch(NamedTuple):
 # Kernel -> most rows of a call -> launch; larger calls take the last one.
 LAUNCHES = {
     "products": {16: Launch(16, 64, 128, 2, 4, 4), 64: Launch(64, 64, 64, 2, 4, 4), 128: Launch(128, 128, 64, 4, 8, 3)},
-    "write": {16: Launch(16, 32, 128, 1, 4, 4), 64: Launch(64, 32, 64, 1, 4, 4), 128: Launch(128, 32, 64, 1, 4, 4)},
+    "write": {16: Launch(16, 32, 128, 1, 4, 4), 64: Launch(64, 32, 64, 1, 4, 4), 128: Launch(128, 32, 64, 1, 8, 4)},
 }
 
 
@@ -62,23 +61,8 @@ def candidates(kernel: str, shape: ModelShape, blocks: int) -> list[Launch]:
         count = lambda x: shape.hidden_size / x.columns * max(1, tall / x.rows)  # noqa: E731
         feature_bytes = 4 * (parts + 1) if tall == LEAST_ROWS else 2
         in_flight = lambda x: x.depth * (4 * x.columns + feature_bytes * x.rows) * x.stages  # noqa: E731
-    return [x for x in itertools.starmap(Launch, grid) if 48 << 10 <= in_flight(x) <= 220 << 10 and 64 <= count(x) <= 640]
-
-
-def unsupported(x_BNKD: jax.Array, anchor_feature_BNR: jax.Array, weights: InjectionWeights) -> str | None:
-    """What keeps the kernels from serving these arrays, None if nothing does."""
-    if x_BNKD.dtype != jnp.bfloat16:
-        return f"a stream of {x_BNKD.dtype} (only bfloat16)"
-    kernels = {name: getattr(weights, name).dtype for name in ("feature_DR", "gate_predecessor_RD", "gate_hidden_DD", "message_RD")}
-    for name, dtype in kernels.items():
-        if dtype != x_BNKD.dtype:  # each call would read and write whole weights to cast them
-            return f"{name} of {dtype} with a stream of {x_BNKD.dtype} (only weights of the stream's type)"
-    if 0 in x_BNKD.shape:
-        return f"an empty stream {x_BNKD.shape}"
-    mesh = mesh_in_scope()
-    if mesh is not None:
-        return f"a mesh of several devices, {dict(mesh.shape)}"
-    return None
+    least = min(64, shape.hidden_size // 64)  # programs, of 132 multiprocessors
+    return [x for x in itertools.starmap(Launch, grid) if 48 << 10 <= in_flight(x) <= 220 << 10 and least <= count(x) <= 640]
 
 
 def _mask(rows: int, columns: int, real_rows, real_columns):
@@ -143,7 +127,7 @@ def _products_kernel(x_ref, norm_ref, feature_ref, gate_ref, z_ref, g_ref, squar
 def _write_kernel(x_ref, g_ref, square_ref, bias_ref, predecessor_ref, message_ref, *refs, slots: int, eps: float, launch: Launch):
     """x [T,D], the parts that ``_products_kernel`` left, bias [D], Gp and M [R,D] -> new stream [T,D], hidden gate [T,D] fp32.
 
-    Between them in ``refs``: the parts z [S,T,R] and the anchors' features [B*N,R], or both as the rows [T,R] that ``_predecessors`` made of them.
+    Between them in ``refs``: the parts z [S,T,R] and the anchors' features [B*N,R], or both as the rows [T,R] that ``predecessors`` made of them.
     """
     *sources, new_ref, hidden_gate_ref = refs
     T, D = x_ref.shape
@@ -196,7 +180,14 @@ def _feature_factor(square, rms, R: int):
     return R**0.5 * rms * jax.lax.rsqrt(rms * rms * square + 1e-6)
 
 
-def _predecessors(z_STR: jax.Array, anchor_feature_BNR: jax.Array, slots: int, dtype) -> jax.Array:
+def features_from_parts(z_STR: jax.Array, square_ST: jax.Array, D: int, eps: float) -> jax.Array:
+    """p [T,R] fp32. In jnp, so that a decoding round, which has no use for it, does not compute it."""
+    z_TR = jnp.sum(z_STR, axis=0)
+    rms_T1 = jax.lax.rsqrt(jnp.sum(square_ST, axis=0) / D + eps)[:, None]
+    return z_TR * _feature_factor(jnp.sum(z_TR * z_TR, axis=1, keepdims=True), rms_T1, z_TR.shape[1])
+
+
+def predecessors(z_STR: jax.Array, anchor_feature_BNR: jax.Array, slots: int, dtype) -> jax.Array:
     """What every slot reads, before its factor: 0 for slot 0, the anchor's feature for slot 1, z of the slot before for the others. [T,R]"""
     z_NKR = jnp.sum(z_STR, axis=0).astype(dtype).reshape(-1, slots, z_STR.shape[-1])
     anchor_N1R = anchor_feature_BNR.reshape(-1, 1, z_STR.shape[-1]).astype(dtype)
@@ -220,7 +211,7 @@ def _call(kernel, grid, launch: Launch, inputs, outputs, interpret: bool):
 def injection(
     x_BNKD: jax.Array, anchor_feature_BNR: jax.Array, weights: InjectionWeights, *, eps: float, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See ``pallas_kernels.injection.injection``; only for what ``unsupported`` has nothing against. No gradient."""
+    """See ``pallas_kernels.injection.injection``; only for one device, weights in the stream's type. No gradient."""
     B, N, K, D = x_BNKD.shape
     R = weights.feature_DR.shape[1]
     T = B * N * K
@@ -237,13 +228,10 @@ def injection(
     grid = pl.cdiv(D, launch.columns), pl.cdiv(T, launch.rows)
     sources = z_STR, anchor_feature_BNR.reshape(B * N, R)
     if T > LEAST_ROWS:  # tall tiles of fp32 parts would not fit into shared memory
-        sources = (_predecessors(z_STR, anchor_feature_BNR, K, x_BNKD.dtype),)
+        sources = (predecessors(z_STR, anchor_feature_BNR, K, x_BNKD.dtype),)
     inputs = x_TD, g_STD, square_ST, weights.gate_bias_D, weights.gate_predecessor_RD, weights.message_RD, *sources
     outputs = jax.ShapeDtypeStruct((T, D), x_BNKD.dtype), fp32(T, D)
     new_TD, hidden_gate_TD = _call(functools.partial(_write_kernel, slots=K, eps=eps), grid, launch, inputs, outputs, interpret)
 
-    # In jnp, so that a decoding round, which has no use for p, does not compute it.
-    z_TR = jnp.sum(z_STR, axis=0)
-    rms_T1 = jax.lax.rsqrt(jnp.sum(square_ST, axis=0) / D + eps)[:, None]
-    p_TR = z_TR * _feature_factor(jnp.sum(z_TR * z_TR, axis=1, keepdims=True), rms_T1, R)
+    p_TR = features_from_parts(z_STR, square_ST, D, eps)
     return new_TD.reshape(B, N, K, D), p_TR.reshape(B, N, K, R), hidden_gate_TD.reshape(B, N, K, D)

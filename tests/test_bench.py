@@ -1,0 +1,86 @@
+"""The kernels' benchmark: what it counts, what it writes, what it refuses."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import bench, block_attention, cached_attention, injection
+from pallas_kernels.injection import bench_round
+from pallas_kernels.shapes import MODELS
+
+
+@pytest.mark.parametrize("op", [injection, block_attention, cached_attention], ids=bench.op_name)
+@pytest.mark.parametrize("model", ["tiny", "qwen3-8b"])
+def test_bytes_are_those_of_the_arrays(op, model):
+    """Every input read once, every output of a round written once; positions and lengths are too few to count."""
+    specs, static = bench.part(op, "arg_specs"), {}
+
+    def run(key):
+        args, keywords = specs.arguments(MODELS[model], 2, key, jnp.bfloat16)
+        static.update(keywords)
+        outputs = getattr(op, bench.op_name(op))(*args, **keywords)
+        return args, outputs[0] if isinstance(outputs, tuple) else outputs
+
+    arrays = jax.tree.leaves(jax.eval_shape(run, jax.random.key(0)))
+    expected = sum(x.size * x.dtype.itemsize for x in arrays if jnp.issubdtype(x.dtype, jnp.floating))
+    assert specs.bytes_moved(MODELS[model], 2, jnp.bfloat16) == expected
+
+
+def test_a_table_and_its_records(tmp_path, capsys):
+    path = tmp_path / "deep" / "bench.json"
+    arguments = ["--ops", "injection", "--shapes", "tiny", "--batches", "2", "--implementations", "xla", "default", "pallas", "--repeats", "3"]
+    bench.main([*arguments, "--json", str(path)])
+    report = json.loads(path.read_text())
+    plain, default, kernel = report["records"]
+    assert [x["id"] for x in (plain, default, kernel)] == [f"kernel/injection/tiny/b2/{name}" for name in ("xla", "default", "pallas")]
+    for x in (plain, default):
+        assert x["over_floor"] == pytest.approx(x["value"] / (1e3 * x["bytes"] / report["bytes_per_second"]))
+        assert x["over_xla"] == pytest.approx(x["value"] / plain["value"]) and 0 < x["relative_l2"] < 1e-2
+    assert "NotImplementedError" in kernel["failed"]  # said in its line, and the others are still timed
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("injection")]) == 3
+
+
+def test_a_program_runs_every_set_of_arguments():
+    """A set whose result nobody used would be dropped, and the time divided by what was never run."""
+    case = bench.Case(injection, MODELS["tiny"], 1, jnp.bfloat16, blocks=1, gradients=True, at_least_bytes=2**17)
+    assert len(case.sets) > MODELS["tiny"].num_layers
+    one, all_ = (jax.jit(lambda sets: case.program(sets, "xla")).lower(sets).compile() for sets in (case.sets[:1], case.sets))
+    assert all_.as_text().count(" dot(") == len(case.sets) * one.as_text().count(" dot(") > 0
+    sums = {float(jnp.sum(outputs[0].astype(jnp.float32))) for outputs, _ in all_(case.sets)}
+    assert len(sums) == len(case.sets)
+
+
+def test_what_a_round_pays_for_injections(tmp_path):
+    path = tmp_path / "round.json"
+    bench_round.main(["--shapes", "tiny", "--batches", "1", "--implementations", "xla", "--turns", "1", "--json", str(path)])
+    none, plain = json.loads(path.read_text())["records"]
+    assert none["value"] == 0 and plain["value"] == pytest.approx(plain["round_ms"] - none["round_ms"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ops", "cached_attention", "--blocks", "4"], "cached_attention runs in decoding alone"),
+        (["--ops", "cached_attention", "--scan"], "cached_attention has no launches"),
+        (["--set", "injection.rite=1,2"], "no kernel 'injection.rite', only injection.products, injection.write"),
+        (["--set", "injection.write=1,2"], "wants rows,columns,depth,splits,warps,stages"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, words, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU would run them")
+def test_a_scan_says_what_failed_and_leaves_the_launches(tmp_path, monkeypatch, capsys):
+    kernels, path = bench.part(injection, "pallas_gpu"), tmp_path / "scan.json"
+    before = {kernel: dict(launches) for kernel, launches in kernels.LAUNCHES.items()}
+    monkeypatch.setattr(kernels, "candidates", lambda kernel, shape, blocks: list(before[kernel].values())[:2])
+    bench.main(["--ops", "injection", "--shapes", "tiny", "--batches", "1", "--scan", "--json", str(path)])
+    records = json.loads(path.read_text())["records"]  # nothing can run without a GPU
+    assert [x["kernel"] for x in records] == ["products"] * 2 + ["write"] * 2 and all("NotImplementedError" in x["failed"] for x in records)
+    assert "injection.write: 2 launches failed, the first with NotImplementedError" in capsys.readouterr().out
+    assert kernels.LAUNCHES == before
