@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from dspine_jax.attention import MASKED
 from dspine_jax.sharding import AXES, BATCH_AXES
+from pallas_kernels.dispatch import automatic_mesh
 
 LEAST_TILE = 16  # the smallest matrix product
 LOG2_E = math.log2(math.e)
@@ -67,14 +68,6 @@ class Sizes(NamedTuple):
         return launch._replace(queries=fit(launch.queries, self.N * self.queries), keys=fit(launch.keys, num_keys))
 
 
-def _mesh():
-    """The mesh in scope over whose devices a kernel call has to be spread by hand, None if there is only one or they are each on their own already."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types):
-        return None
-    return mesh
-
-
 def unsupported(q_BNKHC: jax.Array, ctx_k_BSGC: jax.Array, ctx_v_BSGC: jax.Array, block_k_BNKGC: jax.Array, block_v_BNKGC: jax.Array) -> str | None:
     """What keeps the kernels from serving these arrays, None if nothing does."""
     B, N, K, H, C = q_BNKHC.shape
@@ -88,7 +81,7 @@ def unsupported(q_BNKHC: jax.Array, ctx_k_BSGC: jax.Array, ctx_v_BSGC: jax.Array
         return f"a head width of {C} (only powers of two from 16 to 256)"
     if 0 in (B, N, K, S):
         return f"an empty array ({B} rows of {N} blocks of {K} slots, {S} context rows)"
-    mesh = _mesh()
+    mesh = automatic_mesh()
     if mesh is None:
         return None
     if tuple(mesh.axis_names) != AXES or any(kind != AxisType.Auto for kind in mesh.axis_types):
@@ -399,4 +392,4 @@ def block_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """See ``pallas_kernels.block_attention.block_attention``; only for what ``unsupported`` has nothing against."""
-    return _attention(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, causal, interpret, _mesh())
+    return _attention(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, causal, interpret, automatic_mesh())
