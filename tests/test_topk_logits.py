@@ -151,7 +151,7 @@ for case in {cases!r}:
     k.head_kernel[grid](hidden, rows, logits, maxima, T, V, D, num_tokens, C, M, W, E)
     values, ids = torch.full((T, P), float("nan")), torch.full((T, P), -1, dtype=torch.int32)
     pow2 = triton.next_power_of_2
-    k.select_kernel[(T,)](maxima, logits, values, ids, C, W, P, pow2(C), pow2(P), min(P, C))
+    k.select_kernel[(T,)](maxima, logits, values, ids, C * W, num_tokens, C, W, P, pow2(C), pow2(P), min(P, C))
     assert (ids.numpy() == data["ids"]).all() and (values.numpy() == data["values"]).all(), case
 print("equal", "jax" in sys.modules)
 """

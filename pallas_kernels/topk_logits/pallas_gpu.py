@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from dspine_jax.vocabulary import MASKED, vocabulary_logits
+from dspine_jax.vocabulary import MASKED, mask_padded_vocabulary, vocabulary_logits
 from pallas_kernels.dispatch import automatic_mesh
 from pallas_kernels.topk_logits.chunks import CHUNK
 
@@ -100,27 +100,34 @@ def _best(values_N, ids_N, count: int, width: int, most: int):
     return jax.lax.fori_loop(0, count, take, empty)[1:]
 
 
-def _select_kernel(maxima_ref, logits_ref, values_ref, ids_ref, *, num_chunks: int, count: int):
-    """One token: maxima_ref [C] and logits_ref [num_chunks*chunk] -> the ``count`` best in values_ref and ids_ref [P]; C and P overhang."""
-    (C,), (P,), chunk = maxima_ref.shape, ids_ref.shape, logits_ref.shape[0] // num_chunks
+def _select_kernel(maxima_ref, logits_ref, values_ref, ids_ref, *, num_chunks: int, chunk: int, num_tokens: int, count: int):
+    """One token: maxima_ref [C] and logits_ref [L] -> the ``count`` best in values_ref and ids_ref [P]; C and P overhang, the last chunk may."""
+    (C,), (L,), (P,) = maxima_ref.shape, logits_ref.shape, ids_ref.shape
     chunk_C, slot_P = jnp.arange(C, dtype=jnp.int32), jnp.arange(P, dtype=jnp.int32)
     maxima_C = plgpu.load(maxima_ref.at[:], mask=chunk_C < num_chunks, other=-jnp.inf)
     held = min(count, num_chunks)  # chunks that can hold one of the best
     _, chosen_P = _best(maxima_C, chunk_C, held, P, num_chunks - 1)
     ids_PE = chosen_P[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)[None, :]
-    logits_PE = plgpu.load(logits_ref.at[ids_PE], mask=jnp.broadcast_to(slot_P[:, None] < held, ids_PE.shape), other=-jnp.inf)
-    best_P, ids_P = _best(logits_PE.reshape(-1), ids_PE.reshape(-1), count, P, logits_ref.shape[0] - 1)
+    real_PE = (slot_P[:, None] < held) & (ids_PE < L)
+    logits_PE = plgpu.load(logits_ref.at[ids_PE], mask=real_PE, other=-jnp.inf)
+    logits_PE = jnp.where(real_PE & (ids_PE >= num_tokens), MASKED, logits_PE)
+    best_P, ids_P = _best(logits_PE.reshape(-1), ids_PE.reshape(-1), count, P, L - 1)
     plgpu.store(values_ref.at[:], best_P, mask=slot_P < count)
     plgpu.store(ids_ref.at[:], ids_P, mask=slot_P < count)
 
 
-def select(maxima_TC: jax.Array, logits_TL: jax.Array, num_candidates: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Top-P from logits [T,L] fp32 and the maxima [T,C] of their C runs of L / C -> (values [T,P] fp32, ids [T,P] int32)."""
+def select(
+    maxima_TC: jax.Array, logits_TL: jax.Array, num_candidates: int, *, chunk: int, num_tokens: int, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Top-P from logits [T,L] fp32 and the maxima [T,C] of their runs of ``chunk``, in which columns from ``num_tokens`` on count as -1e30.
+
+    -> (values [T,P] fp32, ids [T,P] int32)
+    """
     (T, C), L = maxima_TC.shape, logits_TL.shape[1]
     row = lambda width: pl.BlockSpec((None, width), lambda t: (t, 0))  # noqa: E731
     power = pl.next_power_of_2
     return pl.pallas_call(
-        functools.partial(_select_kernel, num_chunks=C, count=num_candidates),
+        functools.partial(_select_kernel, num_chunks=C, chunk=chunk, num_tokens=num_tokens, count=num_candidates),
         grid=(T,),
         in_specs=[row(power(C)), row(L)],
         out_specs=[row(power(num_candidates))] * 2,
@@ -149,10 +156,11 @@ def head(hidden_TD: jax.Array, rows_VD: jax.Array, *, num_tokens: int, interpret
 
 
 def xla_head(hidden_TD: jax.Array, rows_VD: jax.Array, *, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The same by XLA, in runs of ``CHUNK``."""
-    logits_TV = vocabulary_logits(hidden_TD, rows_VD, num_tokens)
-    logits_TL = jnp.pad(logits_TV, ((0, 0), (0, -logits_TV.shape[1] % CHUNK)), constant_values=-jnp.inf)
-    return logits_TL, logits_TL.reshape(logits_TL.shape[0], -1, CHUNK).max(axis=-1)
+    """The same by XLA, in runs of ``CHUNK`` of which the last may be short, and with logits [T,V] that are as they come beyond ``num_tokens``."""
+    logits_TV = vocabulary_logits(hidden_TD, rows_VD, rows_VD.shape[0])
+    masked_TV = mask_padded_vocabulary(logits_TV, num_tokens)  # only for the maxima: to write it out would take as long as the choice
+    padded_TL = jnp.pad(masked_TV, ((0, 0), (0, -masked_TV.shape[1] % CHUNK)), constant_values=-jnp.inf)
+    return logits_TV, padded_TL.reshape(padded_TL.shape[0], -1, CHUNK).max(axis=-1)
 
 
 def topk_logits(
@@ -162,8 +170,10 @@ def topk_logits(
     hidden_TD = hidden.reshape(-1, hidden.shape[-1])
     if head_pays(hidden, rows_VD) if own_head is None else own_head:
         logits_TL, maxima_TC = head(hidden_TD, rows_VD, num_tokens=num_tokens, interpret=interpret)
+        chunk = logits_TL.shape[1] // maxima_TC.shape[1]
     else:
         logits_TL, maxima_TC = xla_head(hidden_TD, rows_VD, num_tokens=num_tokens)
-    values_TP, ids_TP = select(maxima_TC, logits_TL, num_candidates, interpret=interpret)
+        chunk = CHUNK
+    values_TP, ids_TP = select(maxima_TC, logits_TL, num_candidates, chunk=chunk, num_tokens=num_tokens, interpret=interpret)
     shape = (*hidden.shape[:-1], num_candidates)
     return values_TP.reshape(shape), ids_TP.reshape(shape)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.topk_logits import pallas_gpu
+from pallas_kernels.topk_logits.chunks import CHUNK
 
 unsupported = pallas_gpu.unsupported
 LAUNCHES = dict(pallas_gpu.LAUNCHES)
@@ -63,8 +64,10 @@ def topk_logits(
             BLOCK_V=launch.rows,
             BLOCK_D=launch.depth,
         )
+        chunk = launch.rows
     else:
         logits_TL, maxima_TC = pallas_gpu.xla_head(hidden_TD, rows_VD, num_tokens=num_tokens)
+        chunk = CHUNK
     C = maxima_TC.shape[1]
     values_TP, ids_TP = triton_call(
         maxima_TC,
@@ -74,8 +77,10 @@ def topk_logits(
         grid=(T,),
         num_warps=pallas_gpu.SELECT_WARPS,
         num_stages=1,
+        WIDTH=logits_TL.shape[1],
+        NUM_TOKENS=num_tokens,
         CHUNKS=C,
-        CHUNK=logits_TL.shape[1] // C,
+        CHUNK=chunk,
         NUMBER=P,
         BLOCK_C=pl.next_power_of_2(C),
         SLOTS=pl.next_power_of_2(P),

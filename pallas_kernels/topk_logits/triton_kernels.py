@@ -65,6 +65,8 @@ def select_kernel(
     logits_ptr,
     values_ptr,
     ids_ptr,
+    WIDTH: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     NUMBER: tl.constexpr,
@@ -72,9 +74,9 @@ def select_kernel(
     SLOTS: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """Top-NUMBER of one row a program: maxima [*,CHUNKS] and logits [*,CHUNKS*CHUNK] fp32 -> values fp32 and ids int32 [*,NUMBER], falling.
+    """Top-NUMBER of one row a program: maxima [*,CHUNKS] of runs of CHUNK and logits [*,WIDTH] fp32 -> values fp32 and ids int32 [*,NUMBER], falling.
 
-    BLOCK_C and SLOTS: CHUNKS and NUMBER rounded up to powers of two; HELD = min(NUMBER, CHUNKS).
+    Columns from NUM_TOKENS on count as -1e30. Grid: the rows. BLOCK_C and SLOTS: CHUNKS and NUMBER rounded up to powers of two; HELD = min(NUMBER, CHUNKS).
     """
     row = tl.program_id(0)
     chunk = tl.arange(0, BLOCK_C)
@@ -82,8 +84,10 @@ def select_kernel(
     maxima = tl.load(maxima_ptr + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
     _, chosen = _best(maxima, chunk, HELD, SLOTS, CHUNKS - 1)
     ids = chosen[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    here = logits_ptr + row.to(tl.int64) * (CHUNKS * CHUNK)
-    logits = tl.load(here + ids, mask=(slot < HELD)[:, None], other=float("-inf"))
-    best, best_ids = _best(tl.reshape(logits, (SLOTS * CHUNK,)), tl.reshape(ids, (SLOTS * CHUNK,)), NUMBER, SLOTS, CHUNKS * CHUNK - 1)
+    here = logits_ptr + row.to(tl.int64) * WIDTH
+    real = (slot < HELD)[:, None] & (ids < WIDTH)
+    logits = tl.load(here + ids, mask=real, other=float("-inf"))
+    logits = tl.where(real & (ids >= NUM_TOKENS), -1e30, logits)
+    best, best_ids = _best(tl.reshape(logits, (SLOTS * CHUNK,)), tl.reshape(ids, (SLOTS * CHUNK,)), NUMBER, SLOTS, WIDTH - 1)
     tl.store(values_ptr + row * NUMBER + slot, best, mask=slot < NUMBER)
     tl.store(ids_ptr + row * NUMBER + slot, best_ids, mask=slot < NUMBER)
