@@ -155,12 +155,17 @@ def head(hidden_TD: jax.Array, rows_VD: jax.Array, *, num_tokens: int, interpret
     )(hidden_TD, rows_VD)
 
 
-def xla_head(hidden_TD: jax.Array, rows_VD: jax.Array, *, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The same by XLA, in runs of ``CHUNK`` of which the last may be short, and with logits [T,V] that are as they come beyond ``num_tokens``."""
-    logits_TV = vocabulary_logits(hidden_TD, rows_VD, rows_VD.shape[0])
-    masked_TV = mask_padded_vocabulary(logits_TV, num_tokens)  # only for the maxima: to write it out would take as long as the choice
+def chunk_maxima(logits_TV: jax.Array, num_tokens: int) -> jax.Array:
+    """Maxima [T,C] of runs of ``CHUNK`` of logits [T,V], of which the last may be short; columns from ``num_tokens`` on count as -1e30."""
+    masked_TV = mask_padded_vocabulary(logits_TV, num_tokens)  # fused into the maxima: to write it out would take as long as to choose
     padded_TL = jnp.pad(masked_TV, ((0, 0), (0, -masked_TV.shape[1] % CHUNK)), constant_values=-jnp.inf)
-    return logits_TV, padded_TL.reshape(padded_TL.shape[0], -1, CHUNK).max(axis=-1)
+    return padded_TL.reshape(padded_TL.shape[0], -1, CHUNK).max(axis=-1)
+
+
+def topk(logits_TV: jax.Array, num_candidates: int, *, num_tokens: int, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Top-P of logits [T,V] that are in memory, whatever their columns from ``num_tokens`` on hold: maxima by XLA, the choice by the second kernel."""
+    maxima_TC = chunk_maxima(logits_TV, num_tokens)
+    return select(maxima_TC, logits_TV, num_candidates, chunk=CHUNK, num_tokens=num_tokens, interpret=interpret)
 
 
 def topk_logits(
@@ -168,12 +173,10 @@ def topk_logits(
 ) -> tuple[jax.Array, jax.Array]:
     """See ``pallas_kernels.topk_logits.topk_logits``; only for what ``unsupported`` has nothing against. own_head: instead of what ``head_pays`` says."""
     hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+    options = {"num_tokens": num_tokens, "interpret": interpret}
     if head_pays(hidden, rows_VD) if own_head is None else own_head:
-        logits_TL, maxima_TC = head(hidden_TD, rows_VD, num_tokens=num_tokens, interpret=interpret)
-        chunk = logits_TL.shape[1] // maxima_TC.shape[1]
+        logits_TL, maxima_TC = head(hidden_TD, rows_VD, **options)
+        best = select(maxima_TC, logits_TL, num_candidates, chunk=logits_TL.shape[1] // maxima_TC.shape[1], **options)
     else:
-        logits_TL, maxima_TC = xla_head(hidden_TD, rows_VD, num_tokens=num_tokens)
-        chunk = CHUNK
-    values_TP, ids_TP = select(maxima_TC, logits_TL, num_candidates, chunk=chunk, num_tokens=num_tokens, interpret=interpret)
-    shape = (*hidden.shape[:-1], num_candidates)
-    return values_TP.reshape(shape), ids_TP.reshape(shape)
+        best = topk(vocabulary_logits(hidden_TD, rows_VD, rows_VD.shape[0]), num_candidates, **options)
+    return tuple(x_TP.reshape(*hidden.shape[:-1], num_candidates) for x_TP in best)

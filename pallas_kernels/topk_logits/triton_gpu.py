@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from dspine_jax.vocabulary import vocabulary_logits
 from pallas_kernels.topk_logits import pallas_gpu
 from pallas_kernels.topk_logits.chunks import CHUNK
 
@@ -66,8 +67,8 @@ def topk_logits(
         )
         chunk = launch.rows
     else:
-        logits_TL, maxima_TC = pallas_gpu.xla_head(hidden_TD, rows_VD, num_tokens=num_tokens)
-        chunk = CHUNK
+        logits_TL = vocabulary_logits(hidden_TD, rows_VD, V)
+        maxima_TC, chunk = pallas_gpu.chunk_maxima(logits_TL, num_tokens), CHUNK
     C = maxima_TC.shape[1]
     values_TP, ids_TP = triton_call(
         maxima_TC,
