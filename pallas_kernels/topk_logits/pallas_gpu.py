@@ -1,8 +1,8 @@
 """LM head with top-P in one pass over U, as two Pallas kernels (Triton lowering).
 
 The first streams U: a program computes the logits of a run of rows for its tokens, leaves them and their maximum. The second, a program a token, finds the
-runs that hold the P best by those maxima (see ``chunks``) and then the P best in them: a few KB a token. With many tokens the head is a matrix product that
-XLA does better, and only the second kernel is used.
+runs that hold the P best by those maxima (see ``chunks``) and then the P best in them: a few KB a token. From ``HEAD_TOKENS`` on the head is XLA's
+matrix product, and only the second kernel is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.topk_logits.chunks import CHUNK
 
 LAST = jnp.iinfo(jnp.int32).max
 MOST_CANDIDATES = 32
-HEAD_TOKENS = 16  # up to here the first kernel takes less time than XLA's product
+HEAD_TOKENS = 16  # most tokens of the first kernel: one block of 16 slots. Like LAUNCHES, for bench_selection to settle
 
 
 class Launch(NamedTuple):
