@@ -105,8 +105,13 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
 
 def draw(keys_B: jax.Array, probs_BV: jax.Array) -> jax.Array:
     """One id a row from probabilities [B,V] (need not be normalised), a key a row. -> [B] int32."""
-    log_probs = jnp.where(probs_BV > 0, jnp.log(jnp.maximum(probs_BV, 1e-38)), MASKED)
-    return jax.vmap(jax.random.categorical)(keys_B, log_probs).astype(jnp.int32)
+    return draw_from_each(keys_B, probs_BV[:, None])[:, 0]
+
+
+def draw_from_each(keys_B: jax.Array, probs_BPV: jax.Array) -> jax.Array:
+    """One id from each of a row's P laws [B,P,V], all by the noise of the row's key: what ``draw`` gives for that law alone. -> [B,P] int32."""
+    log_probs = jnp.where(probs_BPV > 0, jnp.log(jnp.maximum(probs_BPV, 1e-38)), MASKED)
+    return jax.vmap(jax.vmap(jax.random.categorical, (None, 0)))(keys_B, log_probs).astype(jnp.int32)
 
 
 def residual(p_BV: jax.Array, q_BV: jax.Array) -> jax.Array:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from dspine_jax.drafter import BlockOutput, Drafter
-from dspine_jax.sampling import SamplingConfig, draw, probabilities
+from dspine_jax.sampling import SamplingConfig, draw, draw_from_each, probabilities
 from pallas_kernels.topk_logits import topk_logits
-from pallas_kernels.transition import greedy_walk, transition_table
+from pallas_kernels.transition import follow, greedy_walk, transition_table
 
 
 def anchor_features(drafter: Drafter, rows_VD: jax.Array, tokens: jax.Array) -> jax.Array | None:
@@ -113,16 +113,16 @@ def select_independent(logits_BJV: jax.Array, keys_B: jax.Array, sampling: Sampl
 def select_on_candidates(table_BJPP: jax.Array, ids_BJP: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) -> Draft:
     """Walk the table, drawing each slot from the softmax of its row: q lives on P candidates (DESIGN 5.5).
 
-    Lossless because a slot's candidates and row are fixed before its token is drawn.
+    Lossless because a slot's candidates and row are fixed before its token is drawn. A slot's noise does not depend on its row, so what every row would
+    draw is settled at once, and the walk only follows it.
     """
     B, J, P = ids_BJP.shape
-    row_B, tokens, probs = jnp.zeros((B,), jnp.int32), [], []
-    for j in range(J):
-        scores_BP = jnp.take_along_axis(table_BJPP[:, j], row_B[:, None, None], axis=1)[:, 0]
-        probs.append(probabilities(scores_BP, sampling))
-        row_B = draw(slot_keys(keys_B, j), probs[-1])
-        tokens.append(row_B)
-    probs_BJP, choice_BJ = jnp.stack(probs, axis=1), jnp.stack(tokens, axis=1)
+    probs_BJPP = probabilities(table_BJPP, sampling)
+    keys_BJ = jax.vmap(slot_keys, (None, 0), 1)(keys_B, jnp.arange(J))
+    drawn_BJP = draw_from_each(keys_BJ.reshape(B * J, *keys_BJ.shape[2:]), probs_BJPP.reshape(B * J, P, P)).reshape(B, J, P)
+    choice_BJ = follow(drawn_BJP)
+    row_BJ = jnp.pad(choice_BJ[:, :-1], ((0, 0), (1, 0)))
+    probs_BJP = jnp.take_along_axis(probs_BJPP, row_BJ[..., None, None], axis=2)[:, :, 0]
     pick = lambda x: jnp.take_along_axis(x, choice_BJ[..., None], axis=2)[..., 0]  # noqa: E731
     return Draft(pick(ids_BJP), pick(probs_BJP), ids_BJP, probs_BJP, jnp.full((B,), J, jnp.int32))
 

@@ -21,19 +21,9 @@ def transition_table(
     *,
     eps: float,
 ) -> jax.Array:
-    """Scores of every (predecessor, candidate) pair of every drafted slot in one parallel pass.
-
-    ``table[.., i, a, b] = <U[C_i[b]], RMSNorm_out(x_i(C_{i-1}[a]))>`` where x_i(v) is the last write
-    of slot i redone with the decoded predecessor v. Slot 1's predecessor is the anchor: all its
-    rows are equal.
-
-    J = K-1 drafted slots. pre_write, hidden_gate [B,N,K,D] of the last injection; candidate_ids
-    [B,N,J,P]; anchor_feature T[anchor] [B,N,R]; candidate_feature T[C] [B,N,J,P,R]; rows U [V,D]
-    -> table [B,N,J,P,P] fp32, axes (slot, predecessor, candidate).
-    """
+    """See ``pallas_kernels.transition.transition_table``."""
     P = candidate_ids_BNJP.shape[-1]
-    anchor = jnp.broadcast_to(anchor_feature_BNR[:, :, None, None], candidate_feature_BNJPR[:, :, :1].shape)
-    predecessor = jnp.concatenate([anchor.astype(candidate_feature_BNJPR.dtype), candidate_feature_BNJPR[:, :, :-1]], axis=2)
+    predecessor = predecessor_features(anchor_feature_BNR, candidate_feature_BNJPR)
     stream = jnp.broadcast_to(pre_write_BNKD[:, :, 1:, None], predecessor.shape[:3] + (P, pre_write_BNKD.shape[-1]))
     written = write(stream, hidden_gate_BNKD[:, :, 1:, None], predecessor, weights)
     normed = rms_norm(written, out_norm_D, eps)
@@ -41,11 +31,14 @@ def transition_table(
     return jnp.einsum("bnjad,bnjcd->bnjac", normed, candidates, preferred_element_type=jnp.float32)
 
 
-def greedy_walk(table_BNJPP: jax.Array, candidate_ids_BNJP: jax.Array) -> jax.Array:
-    """k_i = argmax_b table[i, k_{i-1}, b]; equal scores go to the lowest token id.
+def predecessor_features(anchor_feature_BNR: jax.Array, candidate_feature_BNJPR: jax.Array) -> jax.Array:
+    """T of each slot's possible predecessors [B,N,J,P,R]: the candidates of the slot before, for slot 1 the anchor P times."""
+    anchor = jnp.broadcast_to(anchor_feature_BNR[:, :, None, None], candidate_feature_BNJPR[:, :, :1].shape)
+    return jnp.concatenate([anchor.astype(candidate_feature_BNJPR.dtype), candidate_feature_BNJPR[:, :, :-1]], axis=2)
 
-    table [B,N,J,P,P], candidate_ids [B,N,J,P] -> drafted token ids [B,N,J] int32.
-    """
+
+def greedy_walk(table_BNJPP: jax.Array, candidate_ids_BNJP: jax.Array) -> jax.Array:
+    """See ``pallas_kernels.transition.greedy_walk``; one slot after the other."""
 
     def pick(row_BN, slot):
         table_BNPP, ids_BNP = slot
