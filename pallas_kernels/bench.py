@@ -27,16 +27,21 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import block_attention, cached_attention, injection
+from pallas_kernels import block_attention, cached_attention, head_softmax, injection, topk_logits, transition
 from pallas_kernels.shapes import BATCHES, MODELS, ModelShape
 
-OPS = (injection, block_attention, cached_attention)
-IMPLEMENTATIONS = ("xla", "default", "pallas", "triton")
+OPS = (injection, topk_logits, transition, block_attention, cached_attention, head_softmax)
+IMPLEMENTATIONS = ("xla", "default", "pallas", "triton", "mosaic_gpu")
 QUEUED = 4  # programs between two looks at the clock
 
 
 def op_name(op) -> str:
     return op.__name__.rpartition(".")[2]
+
+
+def function_of(op):
+    """The operation's function: it has the folder's name, or begins with it (a transition cache is a table and a walk)."""
+    return getattr(op, next(name for name in op.__all__ if name.startswith(op_name(op))))
 
 
 def part(op, module: str):
@@ -71,7 +76,7 @@ class Case:
     def __init__(self, op, shape: ModelShape, batch: int, dtype, *, blocks: int, gradients: bool, at_least_bytes: float):
         specs = part(op, "arg_specs")
         extra = {} if blocks == 1 else {"blocks": blocks}
-        self.function = getattr(op, op_name(op))
+        self.function = function_of(op)
         self.used = functools.partial(specs.used, training=gradients) if hasattr(specs, "used") else lambda outputs: outputs
         self.gradients = gradients
         self.bytes = specs.bytes_moved(shape, batch, dtype, **extra)

@@ -20,7 +20,7 @@ def test_bytes_are_those_of_the_arrays(op, model):
     def run(key):
         args, keywords = specs.arguments(MODELS[model], 2, key, jnp.bfloat16)
         static.update(keywords)
-        outputs = getattr(op, bench.op_name(op))(*args, **keywords)
+        outputs = bench.function_of(op)(*args, **keywords)
         return args, outputs[0] if isinstance(outputs, tuple) else outputs
 
     arrays = jax.tree.leaves(jax.eval_shape(run, jax.random.key(0)))
