@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace) -> dict:
     from dspine_jax.sampling import SamplingConfig
     from dspine_jax.speculative import Decoder, DecodeSettings
     from dspine_jax.target_io import load_target
-    from train.log import peak_memory_gib
+    from serve.environment import peak_memory_gib
 
     prompts = [ids for ids in read_prompt_ids(args.prompts, args.target) if 0 < len(ids) < args.max_length][: args.limit]
     if not prompts:
