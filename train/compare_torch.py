@@ -51,7 +51,7 @@ SHAPES = {
             family="llama", vocab_size=49152, num_tokens=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
             intermediate_size=1536, rope_theta=1e5, rms_norm_eps=1e-5, tie_embeddings=True,
         ),
-        mask_token_id=3, transfer_size=192, rows=32, width=512, num_anchors=48, vocab_chunk=64, replacement=True,
+        mask_token_id=3, transfer_size=192, rows=32, width=512, num_anchors=48, vocab_chunk=240, replacement=True,
     ),
     "qwen3-4b": Shape(
         TargetConfig(

@@ -61,7 +61,7 @@ class TorchStep:
         self._count = 0
 
     def _run_blocks(self, tokens_BS: Tensor, loss_mask_BS: Tensor, tapped_BSE: Tensor, anchors_BN: Tensor, keep_BN: Tensor):
-        """-> (hidden states [B*N*J,D] of each path, labels [B*N*J], weights [B*N*J] of sum 1, feature loss or None)."""
+        """-> ((hidden states [T,D], labels [T], weights [T]) of each path, whose weighted cross-entropies add up to the loss; feature loss or None)."""
         c, loss = self.config.drafter, self.config.loss
         B, S = tokens_BS.shape
         K = c.block_size
@@ -86,17 +86,23 @@ class TorchStep:
         if features:
             cosines = [(p * token_features_BNKR[:, :, 1:]).sum(-1) / p.shape[-1] for p in features]
             feature_loss = sum((weights_BNJ * (1.0 - cosine)).sum() for cosine in cosines) / len(cosines)
-        return [h.flatten(0, 2) for h in hidden], text_BNK[..., 1:].flatten(), weights_BNJ.flatten(), feature_loss
+        labels_BNJ = text_BNK[..., 1:]
+        paths = [(hidden[0].flatten(0, 2), labels_BNJ.flatten(), weights_BNJ.flatten())]
+        if len(hidden) == 2:
+            # The first slot's predecessor is the anchor on both paths: one pass over the vocabulary serves it twice.
+            twice_J = torch.ones_like(decay_J)
+            twice_J[0] += loss.base_weight
+            later = hidden[1][:, :, 1:].flatten(0, 2), labels_BNJ[..., 1:].flatten(), (loss.base_weight * weights_BNJ[..., 1:]).flatten()
+            paths = [(paths[0][0], paths[0][1], (weights_BNJ * twice_J).flatten()), later]
+        return paths, feature_loss
 
     def loss(self, tokens_BS: Tensor, loss_mask_BS: Tensor, anchors_BN: Tensor, keep_BN: Tensor) -> Tensor:
         """The loss of ``dspine_jax.objective.block_objective``. tokens [B,S] int, loss_mask [B,S] bool, anchors [B,N] int, kept [B,N] bool."""
         with torch.no_grad():
             tapped_BSE = self._target(tokens_BS)
-        hidden, labels, weights, feature_loss = self._blocks(tokens_BS, loss_mask_BS, tapped_BSE, anchors_BN, keep_BN)
-        paths = [
-            chunked_cross_entropy(h, self._rows_VD, labels, weights, num_tokens=self.num_tokens, chunk=self.chunk, one_chunk=self._chunk_loss) for h in hidden
-        ]
-        loss = paths[0] if len(paths) == 1 else paths[0] + self.config.loss.base_weight * paths[1]
+        paths, feature_loss = self._blocks(tokens_BS, loss_mask_BS, tapped_BSE, anchors_BN, keep_BN)
+        how = {"num_tokens": self.num_tokens, "chunk": self.chunk, "one_chunk": self._chunk_loss}
+        loss = sum(chunked_cross_entropy(hidden, self._rows_VD, labels, weights, **how) for hidden, labels, weights in paths)
         return loss if feature_loss is None else loss + self.config.loss.feature_weight * feature_loss
 
     def update(self, loss: Tensor) -> Tensor:
