@@ -57,14 +57,26 @@ def test_kernel_equals_reference(case):
     assert (np.asarray(weights[..., usable:], np.float32) == 0).all() and (np.asarray(best) < usable).all()
 
 
-def test_ties_go_to_the_lowest_id_and_nan_stays():
+def ties_and_nan():
+    """(states, rows) whose best logit of state 0 is that of ids 140, 141 and 280, and of which state 1 is not a number."""
     hidden = jnp.ones((1, 256, 64), jnp.bfloat16).at[0, 1].set(jnp.nan)
-    rows = jnp.zeros((384, 64), jnp.bfloat16).at[jnp.array([140, 141, 280])].set(1.0)
-    weights, total, best = mosaic_gpu.head_softmax(hidden, rows, jnp.zeros((1, 256)), num_tokens=384, largest=74.0, interpret=interpreter())
+    return hidden, jnp.zeros((384, 64), jnp.bfloat16).at[jnp.array([140, 141, 280])].set(1.0), jnp.zeros((1, 256))
+
+
+@pytest.mark.parametrize("usable", [384, 281])
+def test_ties_go_to_the_lowest_id_and_nan_stays(usable):
+    weights, total, best = mosaic_gpu.head_softmax(*ties_and_nan(), num_tokens=usable, largest=74.0, interpret=interpreter())
     assert best[0, 0] == 140 and np.isfinite(total[0, 0]) and np.isnan(total[0, 1])
 
 
-def one_device(hidden_BTD, rows_VD, origin_BT, end_1, *, largest, interpret):
+@pytest.mark.gpu
+@pytest.mark.parametrize("usable", [384, 281])
+def test_ties_and_nan_on_the_gpu(usable):
+    weights, total, best = head_softmax(*ties_and_nan(), num_tokens=usable, largest=74.0, implementation="mosaic_gpu")
+    assert best[0, 0] == 140 and np.isfinite(total[0, 0]) and np.isnan(total[0, 1])
+
+
+def one_device(hidden_BTD, rows_VD, origin_BT, end_1, *, largest, padded, interpret):
     """What the kernel leaves on a device, in jnp (Pallas' interpreter runs on one device only)."""
     tiles = []
     for first in range(0, rows_VD.shape[0], mosaic_gpu.ROWS):
@@ -73,7 +85,7 @@ def one_device(hidden_BTD, rows_VD, origin_BT, end_1, *, largest, interpret):
         top = jnp.einsum("btd,vd->btv", hidden_BTD, part, preferred_element_type=jnp.float32).max(-1)
         tiles.append((weights, total, top, best + first))
     weights, *partial = zip(*tiles)
-    assert end_1[0].shape == ()
+    assert end_1.shape == (1,) and not padded
     return jnp.concatenate(weights, -1), *(jnp.stack(x, -1) for x in partial)
 
 
