@@ -49,6 +49,7 @@ from train import main as training
 from train.data import Manifest, write_dataset
 from train.step import _initial_state, abstract_state, make_train_step
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 SMALL = dataclasses.replace(
     tiny.TARGET, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, intermediate_size=16, eos_token_ids=(2,), max_position_embeddings=64
 )
@@ -73,14 +74,6 @@ class Row:
 def options(parser) -> set[str]:
     """The name of every option and argument."""
     return {(action.option_strings or [action.dest])[-1] for action in parser._actions}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """XLA without its slow passes: what is compiled here runs for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # ---- files --------------------------------------------------------------------------------------

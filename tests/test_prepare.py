@@ -358,6 +358,26 @@ def test_text_depends_on_neither_batch_nor_interruption(written, targets, prompt
     assert DatasetFolder(folder).manifest == DatasetFolder(written).manifest
 
 
+def test_answers_that_are_only_begun_are_not_taken(written, targets, prompts, tmp_path, monkeypatch, capfd):
+    """Ctrl-C in the third call of the device, with rows at work: what is finished is kept, and the same command gives the same files."""
+    real, calls = Decoder.run, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    folder = tmp_path / "set"
+    command = (prompts, "--target", targets["plain"], "--output", folder, *WRITING, "--seed", 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "run", interrupted)
+        assert run(*command) == 130
+    kept = int(capfd.readouterr().err.partition("interrupted: ")[2].split()[0])
+    assert 0 < kept < 5
+    assert run(*command) == 0 and tiny.fingerprints(folder) == tiny.fingerprints(written) | {"manifest.json": tiny.fingerprints(folder)["manifest.json"]}
+
+
 def test_other_settings_do_not_go_on(targets, prompts, tmp_path, capfd):
     folder = tmp_path / "set"
     command = (prompts, "--target", targets["plain"], "--output", folder, "--keep-answers")
