@@ -1320,6 +1320,7 @@ MAY_BE_NONE = {
     "dspine-prepare": {
         "tokenizer": "the target's own",
         "limit": "all rows",
+        "batch_size": "as many as fit the device",
     },
     "python -m train.pretrain": {
         "data": "--config-only is given, or it is asked for",
@@ -1417,6 +1418,7 @@ def test_prepare_resolves_what_is_left_out(files, prepared, tmp_path):
     plain, args = prepared(text), prepare.parse_args([*filled(text, files), "--output", str(tmp_path / "set")])
     assert unset(vars(args)) == {*MAY_BE_NONE["dspine-prepare"], "self_prompts"}
     args.prompt_temperature = args.max_prompt_tokens = None  # refused where the target writes no prompts
+    args.batch_size = 32
     argv = written_out(prepare.build_parser(), args)
     explicit = call(prepare.main, argv)
     assert {"--temperature", "--top-p", "--top-k", "--seed", "--max-new-tokens", "--batch-size", "--dtype"} <= set(argv) and explicit.code == 0, explicit.err
