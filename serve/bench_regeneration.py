@@ -47,7 +47,7 @@ def read_prompt_ids(path: Path, target: str) -> list[list[int]]:
         data = DatasetFolder(path)
         return [data.tokens[i, : int(np.argmax(data.loss_mask[i]))].tolist() for i in range(data.num_rows)]
     tokenizer = load_tokenizer(target)
-    return [chat_ids(tokenizer, conversation) for conversation in read_prompts(path)]
+    return [chat_ids(tokenizer, prompt.messages) for prompt in read_prompts(path)]
 
 
 def measure(args: argparse.Namespace) -> dict:
