@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dspine_jax.config import MeshConfig
+from dspine_jax.losses import cross_entropy
 from dspine_jax.sharding import make_mesh
 from pallas_kernels.head_softmax import head_softmax, mosaic_gpu, ref
 
@@ -103,6 +105,22 @@ def test_spread_over_a_mesh(shape, monkeypatch):
         ours = jax.jit(functools.partial(mosaic_gpu.head_softmax, **how))(*args)
     compare(jax.device_get(ours), ref.head_softmax(hidden, rows, origin, **how))
     assert (np.asarray(ours[2]) != 1000).all() and (np.asarray(ours[2]) == 3).any()
+
+
+@pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="the kernel serves jax 0.11 and newer")
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_loss_on_a_hopper_runs_the_kernel(shape, dtype, monkeypatch):
+    """Lowered for a GPU, on one device and on a mesh; in fp32 the reference stays."""
+    monkeypatch.setattr(mosaic_gpu, "_hopper", lambda: True)
+    mesh = make_mesh(MeshConfig(*shape), jax.devices()[: math.prod(shape)])
+    at = lambda size, dtype, *spec: jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, P(*spec)))  # noqa: E731
+    rows = ("data", "fsdp")
+    args = at((8, 256, 64), dtype, rows), at((1024, 64), dtype, "tensor", "fsdp"), at((8, 256), jnp.int32, rows)
+    with jax.set_mesh(mesh):
+        gradient = jax.grad(lambda hidden, head, labels: cross_entropy(hidden, head, labels, 1024, 256)[0].sum())
+        lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("custom_call @mosaic_gpu" in lowered) == (dtype == jnp.bfloat16)
 
 
 def test_explicit_choice_never_falls_back():
