@@ -42,9 +42,8 @@ def measure(own: argparse.Namespace, args: argparse.Namespace) -> dict:
     from dspine_jax.generation import generate, generate_batches
     from dspine_jax.refill import answer_prompts, warm_up
     from dspine_jax.speculative import Decoder
-    from serve.environment import environment
+    from serve.environment import environment, peak_memory_gib
     from serve.generate import choose_batch_size, load
-    from train.log import peak_memory_gib
 
     _, prompts, _, target, drafter, settings = load(args)
     prompts = prompts[: own.limit]
