@@ -70,7 +70,7 @@ class DrafterConfig:
     """A DFlash-family drafter. ``injection`` None is DFlash, set is DSpine."""
 
     mask_token_id: int | None = None  # required: the token whose embedding fills undecided slots
-    block_size: int = 16  # K, the anchor slot included: K - 1 drafts a round
+    block_size: int = 16  # K, the anchor slot included
     num_layers: int = 5
     target_layer_ids: tuple[int, ...] | None = None
     block_attention: Literal["bidirectional", "causal"] | None = None  # None: causal with injection, else bidirectional
@@ -84,13 +84,15 @@ class DrafterConfig:
     hidden_size: int | None = None  # must equal the target's
     vocab_size: int | None = None  # must equal the target's rows
     num_target_layers: int | None = None  # must equal the target's
-    label_shift: Literal["same_position"] = "same_position"  # slot i predicts the token at anchor + i
+    # Slot k predicts the token at anchor + k (slot 0 none: K - 1 drafts), or, shifted, at anchor + k + 1 (K drafts).
+    label_shift: Literal["same_position", "shifted"] = "same_position"
     template_mode: Literal["thinking", "non-thinking", "unset"] | None = None  # chat template mode of the training data; None: as the data say
 
     def __post_init__(self):
         _require(self.block_size >= 2, f"drafter.block_size {self.block_size} leaves no draft; it counts the anchor slot, use at least 2")
         _require(self.num_layers >= 1, f"drafter.num_layers {self.num_layers} must be at least 1")
         if self.injection is not None:
+            _require(self.label_shift == "same_position", "drafter.injection needs drafter.label_shift 'same_position': slot 1 is conditioned on the anchor")
             _require(self.block_attention != "bidirectional", "drafter.injection needs block_attention 'causal': an injected slot may not see later slots")
             for layer in self.injection.layers or ():
                 _require(0 <= layer < self.num_layers, f"drafter.injection.layers: {layer} is outside 0..{self.num_layers - 1}")
@@ -104,9 +106,19 @@ class DrafterConfig:
         return "dflash" if self.injection is None else "dspine"
 
     @property
+    def first_slot(self) -> int:
+        """The first slot that predicts; draft j comes from slot first_slot + j."""
+        return int(self.label_shift == "same_position")
+
+    @property
+    def num_predicting_slots(self) -> int:
+        """J, trained slots of a block: first_slot..K-1."""
+        return self.block_size - self.first_slot
+
+    @property
     def num_draft_tokens(self) -> int:
-        """Proposals per round: slots 1..K-1."""
-        return self.block_size - 1
+        """Proposals per round."""
+        return self.num_predicting_slots
 
     @property
     def injection_layers(self) -> tuple[int, ...]:
@@ -186,6 +198,7 @@ class LossConfig:
     base_weight: float = 0.5  # beta: cross-entropy of the base logits beside the conditioned ones
     feature_weight: float = 0.5  # lambda: cosine loss of predicted features, mean over injected layers
     vocab_chunk: int = 64  # slots of a row whose [.., V] logits exist at one time
+    prefix_mask: bool = False  # a slot counts only where every earlier slot of its block does
 
     def __post_init__(self):
         _require(self.loss_decay_gamma > 0, f"loss.loss_decay_gamma {self.loss_decay_gamma} must be positive")

@@ -72,7 +72,7 @@ def block_objective(
         base = [jnp.concatenate([first[:, :, :1], rest], axis=2) for first, rest in zip(conditioned, later)]
         loss = path_loss("conditioned", *conditioned) + loss_config.base_weight * path_loss("base", *base)
     else:
-        loss = path_loss("base", *scores(block.hidden_BNKD[:, :, 1:], labels_BNJ))
+        loss = path_loss("base", *scores(block.hidden_BNKD[:, :, config.first_slot :], labels_BNJ))
     if block.features:
         token_features_BNJR = anchor_features(drafter, rows_VD, blocks.labels_BNJ)
         parts = [weighted_mean(feature_distance(p, token_features_BNJR), weights_BNJ) for p in block.features]

@@ -25,7 +25,7 @@ from dspine_jax.anchors import make_blocks
 from dspine_jax.drafter import Drafter
 from dspine_jax.objective import row_context, run_blocks
 from dspine_jax.sampling import SamplingConfig, probabilities
-from dspine_jax.selection import select_greedy, transition_cache
+from dspine_jax.selection import drafting_states, select_greedy, transition_cache
 from dspine_jax.target import Target
 from dspine_jax.vocabulary import vocabulary_logits
 
@@ -50,7 +50,15 @@ def _blocks_at(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_B
 
     def one_chunk(anchors_Bn):
         all_text, keep = jnp.ones_like(tokens_BS, bool), jnp.ones_like(anchors_Bn, bool)
-        blocks = make_blocks(tokens_BS, all_text, anchors_Bn, keep, block_size=config.block_size, mask_token_id=config.mask_token_id)
+        blocks = make_blocks(
+            tokens_BS,
+            all_text,
+            anchors_Bn,
+            keep,
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+            num_predicting_slots=config.num_draft_tokens,
+        )
         block, anchor_feature = run_blocks(drafter, target, context, blocks, dtype)
         return use(block, anchor_feature, blocks)
 
@@ -82,7 +90,7 @@ def _accept_odds(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_
             table_BNJPP, ids_BNJP = transition_cache(drafter, block, rows_VD, anchor_feature, num_tokens=num_tokens)
         logits_BNJV = None
         if policy == "tail_mixed" or not drafter.config.redoes_last_write:
-            logits_BNJV = vocabulary_logits(block.hidden_BNKD[:, :, 1:], rows_VD, num_tokens)
+            logits_BNJV = vocabulary_logits(drafting_states(drafter.config, block), rows_VD, num_tokens)
         if not drafter.config.redoes_last_write:
             return _pick(probabilities(logits_BNJV, sampling), text_BNJ)
         # The law of a slot given the text before it: the table's row of the previous token, where that is a candidate.
@@ -120,9 +128,9 @@ def _compiled(function, drafter: Drafter, target: Target, **static) -> Callable[
 
 
 def make_drafting(drafter: Drafter, target: Target, *, dtype, anchors_per_chunk: int) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
-    """``(tokens [B,S], anchors [B,N]) -> drafts [B,N,K-1]`` at temperature 0, compiled once a shape and architecture.
+    """``(tokens [B,S], anchors [B,N]) -> drafts [B,N,J]`` at temperature 0, compiled once a shape and architecture.
 
-    N must be a multiple of ``anchors_per_chunk``; only one chunk's logits [B,chunk,K-1,V] fp32 exist at a time.
+    N must be a multiple of ``anchors_per_chunk``; only one chunk's logits [B,chunk,J,V] fp32 exist at a time.
     """
     return _compiled(_draft, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
 
@@ -130,7 +138,7 @@ def make_drafting(drafter: Drafter, target: Target, *, dtype, anchors_per_chunk:
 def make_accept_odds(
     drafter: Drafter, target: Target, sampling: SamplingConfig, policy: str, *, dtype, anchors_per_chunk: int
 ) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
-    """``(tokens [B,S], anchors [B,N]) -> odds [B,N,K-1] fp32``: with what probability each slot's draft was accepted, given that the text was committed.
+    """``(tokens [B,S], anchors [B,N]) -> odds [B,N,J] fp32``: with what probability each slot's draft was accepted, given that the text was committed.
 
     0 where the slot cannot have been proposed. Slots past the row's text hold nothing of meaning. Shapes as in ``make_drafting``.
     """
@@ -155,7 +163,7 @@ def replay_rows(
     num_anchors: int,
     on_rows: Callable[[int], object] = lambda count: None,
 ) -> list[np.ndarray]:
-    """What ``judging`` (``make_drafting``, ``make_accept_odds``) says at every answer position: [answer-1, K-1] a row, ids or odds.
+    """What ``judging`` (``make_drafting``, ``make_accept_odds``) says at every answer position: [answer-1, J] a row, ids or odds.
 
     prompts, answers: token ids of each row. ``on_rows`` hears of every batch that is done.
     """

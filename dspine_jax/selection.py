@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dspine_jax.config import DrafterConfig
 from dspine_jax.drafter import BlockOutput, Drafter
 from dspine_jax.sampling import SamplingConfig, draw, draw_from_each, probabilities
 from pallas_kernels.topk_logits import topk_logits
@@ -20,16 +21,22 @@ def anchor_features(drafter: Drafter, rows_VD: jax.Array, tokens: jax.Array) -> 
     return drafter.transfer(jnp.take(rows_VD, tokens, axis=0))
 
 
+def drafting_states(config: DrafterConfig, block: BlockOutput) -> jax.Array:
+    """Hidden states of the slots that draft, in the order of their drafts: [B,N,J,D] of [B,N,K,D]. The one place where decoding reads the layout."""
+    first = config.first_slot
+    return block.hidden_BNKD[:, :, first : first + config.num_draft_tokens]
+
+
 def select_greedy(
     drafter: Drafter, block: BlockOutput, rows_VD: jax.Array, anchor_feature_BNR: jax.Array | None, *, num_tokens: int
 ) -> jax.Array:
-    """Draft slots 1..K-1. Scores compared in fp32, ties to the lowest id.
+    """Draft every slot of the block that the layout lets draft. Scores compared in fp32, ties to the lowest id.
 
     Without a redone last write every slot takes its own argmax; with it the transition cache is
-    built over the top-P candidates of each slot and walked. -> token ids [B,N,K-1] int32.
+    built over the top-P candidates of each slot and walked. -> token ids [B,N,J] int32.
     """
     if not drafter.config.redoes_last_write:
-        return topk_logits(block.hidden_BNKD[:, :, 1:], rows_VD, 1, num_tokens=num_tokens)[1][..., 0]
+        return topk_logits(drafting_states(drafter.config, block), rows_VD, 1, num_tokens=num_tokens)[1][..., 0]
     return greedy_walk(*transition_cache(drafter, block, rows_VD, anchor_feature_BNR, num_tokens=num_tokens))
 
 
@@ -41,7 +48,7 @@ def transition_cache(
     -> (table [B,N,J,P,P] fp32, candidate ids [B,N,J,P] int32), J = K-1.
     """
     injection = drafter.config.injection
-    _, ids_BNJP = topk_logits(block.hidden_BNKD[:, :, 1:], rows_VD, injection.num_candidates, num_tokens=num_tokens)
+    _, ids_BNJP = topk_logits(drafting_states(drafter.config, block), rows_VD, injection.num_candidates, num_tokens=num_tokens)
     table_BNJPP = transition_table(
         block.pre_write_BNKD,
         block.hidden_gate_BNKD,

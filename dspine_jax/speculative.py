@@ -25,6 +25,7 @@ from dspine_jax.sampling import SamplingConfig, draw, probabilities, residual, s
 from dspine_jax.selection import (
     Draft,
     anchor_features,
+    drafting_states,
     point_mass,
     select_greedy,
     select_independent,
@@ -43,7 +44,7 @@ Policy = Literal["own", "tail_mixed", "point_mass"]
 class DecodeSettings:
     """What is compiled into the loop.
 
-    num_draft_tokens: proposals a round, at most the trained K-1; 0 is plain decoding. policy at
+    num_draft_tokens: proposals a round, at most what the drafter was trained for; 0 is plain decoding. policy at
     temperature > 0: 'own' samples the drafter's law (DSpine: on its candidates), 'tail_mixed' lets DSpine's
     law reach the whole vocabulary, 'point_mass' proposes the greedy draft. dtype: compute precision.
     """
@@ -172,7 +173,7 @@ def insert(state: DecodeState, fresh: DecodeState, row_n: jax.Array) -> DecodeSt
 def propose(drafter: Drafter, target: Target, state: DecodeState, keys_B: jax.Array, settings: DecodeSettings) -> Draft:
     """Draft the block after each row's anchor. A block-causal drafter runs only the slots it needs."""
     config = drafter.config
-    block_size = settings.num_draft_tokens + 1 if config.block_attention == "causal" else config.block_size
+    block_size = settings.num_draft_tokens + config.first_slot if config.block_attention == "causal" else config.block_size
     rows_VD, num_tokens = target.output_embedding_VD, target.config.num_tokens
     length_B = state.draft_cache.lengths_B
     noise_ids_BK = jnp.full((length_B.shape[0], block_size), config.mask_token_id, jnp.int32).at[:, 0].set(state.anchor_B)
@@ -183,13 +184,13 @@ def propose(drafter: Drafter, target: Target, state: DecodeState, keys_B: jax.Ar
     if settings.sampling.greedy or settings.policy == "point_mass":
         draft = point_mass(select_greedy(drafter, block, rows_VD, feature_BNR, num_tokens=num_tokens)[:, 0])
     elif not config.redoes_last_write:
-        draft = select_independent(vocabulary_logits(block.hidden_BNKD[:, 0, 1:], rows_VD, num_tokens), keys_B, settings.sampling)
+        draft = select_independent(vocabulary_logits(drafting_states(config, block)[:, 0], rows_VD, num_tokens), keys_B, settings.sampling)
     else:
         table_BNJPP, ids_BNJP = transition_cache(drafter, block, rows_VD, feature_BNR, num_tokens=num_tokens)
         if settings.policy == "own":
             draft = select_on_candidates(table_BNJPP[:, 0], ids_BNJP[:, 0], keys_B, settings.sampling)
         else:
-            logits_BJV = vocabulary_logits(block.hidden_BNKD[:, 0, 1:], rows_VD, num_tokens)
+            logits_BJV = vocabulary_logits(drafting_states(config, block)[:, 0], rows_VD, num_tokens)
             draft = select_tail_mixed(logits_BJV, table_BNJPP[:, 0], ids_BNJP[:, 0], keys_B, settings.sampling)
     return draft.first(settings.num_draft_tokens)
 

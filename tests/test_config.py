@@ -304,6 +304,7 @@ def test_resolve_refuses(changes, message):
         (lambda: InjectionConfig(num_candidates=0), "num_candidates 0 is not a power of two"),
         (lambda: DrafterConfig(block_size=1), "block_size 1 leaves no draft"),
         (lambda: DrafterConfig(num_layers=0), "num_layers 0 must be at least 1"),
+        (lambda: dataclasses.replace(DSPINE, label_shift="shifted"), "drafter.injection needs drafter.label_shift 'same_position'"),
         (lambda: dataclasses.replace(DSPINE, block_attention="bidirectional"), "needs block_attention 'causal'"),
         (lambda: DrafterConfig(injection=InjectionConfig(layers=(5,))), r"injection.layers: 5 is outside 0\.\.4"),
         (lambda: DrafterConfig(injection=InjectionConfig(layers=(2, 1))), r"\(2, 1\) must be increasing"),
@@ -326,6 +327,8 @@ def test_dataclasses_refuse_impossible_values(make, message):
 
 
 def test_derived_properties():
+    layouts = [DrafterConfig(block_size=6, label_shift=layout) for layout in ("same_position", "shifted")]
+    assert [(c.first_slot, c.num_predicting_slots, c.num_draft_tokens) for c in layouts] == [(1, 5, 5), (0, 6, 6)]
     assert (DSPINE.method, DSPINE.num_draft_tokens, DSPINE.injection_layers, DSPINE.redoes_last_write) == ("dspine", 7, (0, 1), True)
     first_only = dataclasses.replace(DSPINE, injection=InjectionConfig(layers=(0,)))
     assert first_only.injection_layers == (0,) and not first_only.redoes_last_write

@@ -85,8 +85,8 @@ def target():
     return tiny.tiny_target(**FEW)
 
 
-def untrained(target, method: str, block_size: int) -> Drafter:
-    config = tiny.train_config(method, drafter={"block_size": block_size}).drafter.resolve(target.config)
+def untrained(target, method: str, block_size: int, **sizes) -> Drafter:
+    config = tiny.train_config(method, drafter={"block_size": block_size} | sizes).drafter.resolve(target.config)
     drafter = Drafter(config, rngs=nnx.Rngs(4))
     tiny.randomise(drafter, 5)
     if method == "dspine":
@@ -94,14 +94,18 @@ def untrained(target, method: str, block_size: int) -> Drafter:
     return drafter
 
 
-@pytest.mark.parametrize("method, block_size, stop", [("dflash", 7, ()), ("dspine", 7, ()), ("dspine", 4, (5,)), ("dflash", 2, (5,))])
-def test_replay_gives_the_rounds_of_the_decode_loop(target, method, block_size, stop):
+REPLAYED = [("dflash", 7, (), {}), ("dspine", 7, (), {}), ("dspine", 4, (5,), {}), ("dflash", 2, (5,), {})]
+REPLAYED += [("dflash", 6, (), {"label_shift": "shifted"}), ("dflash", 3, (5,), {"label_shift": "shifted", "block_attention": "causal"})]
+
+
+@pytest.mark.parametrize("method, block_size, stop, sizes", REPLAYED)
+def test_replay_gives_the_rounds_of_the_decode_loop(target, method, block_size, stop, sizes):
     """To the last round, clipped at the cap and at end tokens, on continuations made in the same precision."""
-    drafter = untrained(target, method, block_size)
+    drafter = untrained(target, method, block_size, **sizes)
     rng = np.random.default_rng(7)
     prompts = [[int(t) for t in rng.integers(4, 9, n)] for n in (3, 9, 6, 11)]
     plain = generate(Decoder(target, None, DecodeSettings(0, stop_ids=stop)), prompts, max_new_tokens=40)
-    settings = DecodeSettings(block_size - 1, stop_ids=stop)
+    settings = DecodeSettings(drafter.config.num_draft_tokens, stop_ids=stop)
     decoded = generate(Decoder(target, drafter, settings), prompts, max_new_tokens=40)
     assert [a.tokens for a in decoded] == [a.tokens for a in plain]
 

@@ -250,7 +250,7 @@ def describe(config: TrainConfig, mesh: Mesh, data: DatasetFolder, drafter, resu
     counts = drafter_parameter_counts(drafter)
     c = config.drafter
     per_step = config.data.batch_size * config.anchors.num_anchors
-    chunk = config.data.batch_size * min(config.loss.vocab_chunk, config.anchors.num_anchors * c.num_draft_tokens) * c.vocab_size * 4
+    chunk = config.data.batch_size * min(config.loss.vocab_chunk, config.anchors.num_anchors * c.num_predicting_slots) * c.vocab_size * 4
     masked = rows_holding(data, c.mask_token_id)
     warning = f"warning: the mask token {c.mask_token_id} occurs in {masked} rows of {config.data.path}; choose one that the text never holds\n"
     return (warning if masked else "") + "\n".join(

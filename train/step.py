@@ -131,7 +131,14 @@ def make_train_step(
         tokens_BS, loss_mask_BS = batch["tokens"], batch["loss_mask"]
         anchors_BN, keep_BN = step_anchors(state.rng, state.step, loss_mask_BS, config)
         blocks = make_blocks(
-            tokens_BS, loss_mask_BS, anchors_BN, keep_BN, block_size=drafter_config.block_size, mask_token_id=drafter_config.mask_token_id
+            tokens_BS,
+            loss_mask_BS,
+            anchors_BN,
+            keep_BN,
+            block_size=drafter_config.block_size,
+            mask_token_id=drafter_config.mask_token_id,
+            num_predicting_slots=drafter_config.num_predicting_slots,
+            prefix_mask=config.loss.prefix_mask,
         )
 
         def loss_fn(params):
