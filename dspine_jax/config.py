@@ -10,7 +10,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-METHODS = ("dflash", "dspine")
+# Optional parts of a drafter and the method each makes of DFlash.
+PART_OF = {"injection": "dspine", "convolution": "dflash2", "selector": "dflash2", "markov": "dspark", "confidence": "dspark", "gru": "domino"}
+METHODS = ("dflash", *dict.fromkeys(PART_OF.values()))
 
 
 def _require(condition: bool, message: str) -> None:
@@ -66,8 +68,57 @@ class InjectionConfig:
 
 
 @dataclass(frozen=True)
+class ConvolutionConfig:
+    """DFlash2's grouped dynamic convolution around every sublayer."""
+
+    taps: int = 2  # slots a filter sees: its own and those just before it
+    group_size: int = 16  # channels that share a computed weight
+
+    def __post_init__(self):
+        _require(self.taps > 0, f"convolution.taps {self.taps} must be positive")
+        _require(self.group_size > 0, f"convolution.group_size {self.group_size} must be positive")
+
+
+@dataclass(frozen=True)
+class SelectorConfig:
+    """DFlash2's candidate selector."""
+
+    rank: int = 256  # R, width of the codebooks
+    num_candidates: int = 16  # P, candidates of a draft (a power of two)
+
+    def __post_init__(self):
+        P = self.num_candidates
+        _require(P > 0 and P & (P - 1) == 0, f"selector.num_candidates {P} is not a power of two")
+        _require(self.rank > 0, f"selector.rank {self.rank} must be positive; without a selector set drafter.selector to None")
+
+
+@dataclass(frozen=True)
+class MarkovConfig:
+    """DSpark's Markov head."""
+
+    kind: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    rank: int = 256  # R, width of the token embeddings and codes
+
+    def __post_init__(self):
+        _require(self.rank > 0, f"markov.rank {self.rank} must be positive; without a Markov head set drafter.markov to None")
+
+
+@dataclass(frozen=True)
+class GRUConfig:
+    """Domino's head."""
+
+    hidden_size: int = 1024  # G, width of the GRU over the tokens decided so far
+    projection_size: int = 256  # E, width of the codes
+
+    def __post_init__(self):
+        for name in ("hidden_size", "projection_size"):
+            _require(getattr(self, name) > 0, f"gru.{name} {getattr(self, name)} must be positive")
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
-    """A DFlash-family drafter. ``injection`` None is DFlash, set is DSpine."""
+    """A DFlash drafter, or with the parts of at most one other method: ``injection`` DSpine, ``convolution`` and ``selector`` DFlash2,
+    ``markov`` and ``confidence`` DSpark, ``gru`` Domino."""
 
     mask_token_id: int | None = None  # required: the token whose embedding fills undecided slots
     block_size: int = 16  # K, the anchor slot included
@@ -75,6 +126,12 @@ class DrafterConfig:
     target_layer_ids: tuple[int, ...] | None = None
     block_attention: Literal["bidirectional", "causal"] | None = None  # None: causal with injection, else bidirectional
     injection: InjectionConfig | None = None
+    convolution: ConvolutionConfig | None = None
+    selector: SelectorConfig | None = None
+    markov: MarkovConfig | None = None
+    confidence: bool = False  # a head that says how likely a draft is accepted
+    confidence_with_markov: bool = False  # which also reads the Markov embedding of the token before
+    gru: GRUConfig | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -91,6 +148,12 @@ class DrafterConfig:
     def __post_init__(self):
         _require(self.block_size >= 2, f"drafter.block_size {self.block_size} leaves no draft; it counts the anchor slot, use at least 2")
         _require(self.num_layers >= 1, f"drafter.num_layers {self.num_layers} must be at least 1")
+        parts = [f"drafter.{part}" for part in PART_OF if getattr(self, part)]
+        strangers = [name for name in parts if PART_OF[name.removeprefix("drafter.")] != self.method]
+        _require(not strangers, f"{' and '.join([*parts[:1], *strangers])} are set together, but belong to different methods; a drafter has the parts of one")
+        if self.confidence_with_markov:
+            _require(self.confidence, "drafter.confidence_with_markov is set but drafter.confidence is not: there is no head that could read it")
+            _require(self.markov is not None, "drafter.confidence_with_markov is set but drafter.markov is None: there is no Markov embedding to read")
         if self.injection is not None:
             _require(self.label_shift == "same_position", "drafter.injection needs drafter.label_shift 'same_position': slot 1 is conditioned on the anchor")
             _require(self.block_attention != "bidirectional", "drafter.injection needs block_attention 'causal': an injected slot may not see later slots")
@@ -102,8 +165,8 @@ class DrafterConfig:
 
     @property
     def method(self) -> str:
-        """'dflash' or 'dspine'."""
-        return "dflash" if self.injection is None else "dspine"
+        """One of METHODS."""
+        return next((method for part, method in PART_OF.items() if getattr(self, part)), "dflash")
 
     @property
     def first_slot(self) -> int:
@@ -117,8 +180,8 @@ class DrafterConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Proposals per round."""
-        return self.num_predicting_slots
+        """Proposals per round. Domino trains its last slot in either layout, but drafts K - 1."""
+        return self.block_size - 1 if self.gru is not None else self.num_predicting_slots
 
     @property
     def injection_layers(self) -> tuple[int, ...]:
@@ -130,7 +193,12 @@ class DrafterConfig:
     @property
     def policies(self) -> tuple[str, ...]:
         """Lossless policies this drafter can serve at temperature > 0 (docs/lossless.md)."""
-        return ("own", "tail_mixed", "point_mass") if self.redoes_last_write else ("own", "point_mass")
+        return ("own", "tail_mixed", "point_mass") if self.scores_pairs else ("own", "point_mass")
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether drafts are chosen by a table of scores over pairs of neighbouring candidates."""
+        return self.redoes_last_write or self.selector is not None
 
     @property
     def redoes_last_write(self) -> bool:
@@ -166,6 +234,9 @@ class DrafterConfig:
             R = injection.transfer_size
             _require(R <= target.hidden_size, f"drafter.injection.transfer_size {R} exceeds the target's width {target.hidden_size}")
             injection = dataclasses.replace(injection, layers=self.injection_layers)
+        if self.convolution is not None:
+            size, group = filled["hidden_size"], self.convolution.group_size
+            _require(size % group == 0, f"drafter.convolution.group_size {group} does not divide the target's width {size}")
         attention = self.block_attention or ("bidirectional" if injection is None else "causal")
         return dataclasses.replace(
             self, **filled, num_target_layers=target.num_layers, target_layer_ids=ids, injection=injection, block_attention=attention
@@ -192,17 +263,28 @@ class AnchorConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Loss of DESIGN 5.6; DFlash uses only the cross-entropy of its single path."""
+    """Loss of DESIGN 5.6 and BASELINES 3; DFlash uses only the cross-entropy of its single path.
 
-    loss_decay_gamma: float = 7.0  # slot i weighs exp(-(i-1)/gamma)
-    base_weight: float = 0.5  # beta: cross-entropy of the base logits beside the conditioned ones
-    feature_weight: float = 0.5  # lambda: cosine loss of predicted features, mean over injected layers
+    The main path is that of the corrected, conditioned or only logits, whichever the drafter drafts from.
+    """
+
+    loss_decay_gamma: float = 7.0  # draft j = 0.. weighs exp(-j/gamma)
+    ce_weight: float = 1.0  # cross-entropy of the main path
+    l1_weight: float = 0.0  # L1 distance of the main path's law from the target's
+    base_weight: float = 0.5  # DSpine, beta: cross-entropy of the base logits beside the conditioned ones
+    feature_weight: float = 0.5  # DSpine, lambda: cosine loss of predicted features, mean over injected layers
+    selector_weight: float = 1.0  # DFlash2: cross-entropy of the selector among the candidates
+    confidence_weight: float = 1.0  # DSpark: binary cross-entropy of the confidence
+    base_decay_fraction: float = 1.0  # Domino: the weight of the base logits' cross-entropy falls from 1 to 0 over this share of the steps
     vocab_chunk: int = 64  # slots of a row whose [.., V] logits exist at one time
     prefix_mask: bool = False  # a slot counts only where every earlier slot of its block does
 
     def __post_init__(self):
         _require(self.loss_decay_gamma > 0, f"loss.loss_decay_gamma {self.loss_decay_gamma} must be positive")
         _require(self.vocab_chunk > 0, f"loss.vocab_chunk {self.vocab_chunk} must be positive")
+        _require(0 < self.base_decay_fraction <= 1, f"loss.base_decay_fraction {self.base_decay_fraction} must lie in (0, 1]")
+        for name in ("ce_weight", "l1_weight", "selector_weight", "confidence_weight"):
+            _require(getattr(self, name) >= 0, f"loss.{name} {getattr(self, name)} must not be negative")
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,11 @@ def _cross_entropy_bwd(num_tokens, chunk, gradient_BTD, cotangents):
 cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
+def overlap(distance: jax.Array) -> jax.Array:
+    """sum over V of min(p, q), the probability that a draft drawn from q is accepted by p, of the distance sum |q - p|."""
+    return jnp.clip(1.0 - 0.5 * distance, 0.0, 1.0)
+
+
 def feature_distance(features_BNKR: jax.Array, token_features_BNJR: jax.Array) -> jax.Array:
     """1 - cos(p_i, T[y_i]) for drafted slots. features [B,N,K,R], T [B,N,J,R], both of norm sqrt(R) -> [B,N,J]."""
     R = features_BNKR.shape[-1]

@@ -25,7 +25,8 @@ from dspine_jax.anchors import make_blocks
 from dspine_jax.drafter import Drafter
 from dspine_jax.objective import row_context, run_blocks
 from dspine_jax.sampling import SamplingConfig, probabilities
-from dspine_jax.selection import drafting_states, select_greedy, transition_cache
+from dspine_jax.selection import drafting_states, pair_table, select_greedy
+from dspine_jax.sequential import correction, sequential_head, text_codes
 from dspine_jax.target import Target
 from dspine_jax.vocabulary import vocabulary_logits
 
@@ -72,7 +73,7 @@ def _draft(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_graph,
     drafter, target = nnx.merge(drafter_graph, drafter_state), nnx.merge(target_graph, target_state)
 
     def use(block, anchor_feature, blocks):
-        return select_greedy(drafter, block, target.output_embedding_VD, anchor_feature, num_tokens=target.config.num_tokens)
+        return select_greedy(drafter, target, block, blocks.noise_ids_BNK[..., 0], anchor_feature)
 
     return _blocks_at(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, use)[0]
 
@@ -84,14 +85,17 @@ def _accept_odds(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_
 
     def use(block, anchor_feature, blocks):
         text_BNJ = blocks.labels_BNJ
+        anchors_BN, hidden_BNJD = blocks.noise_ids_BNK[..., 0], drafting_states(drafter.config, block)
         if policy == "point_mass":
-            return (select_greedy(drafter, block, rows_VD, anchor_feature, num_tokens=num_tokens) == text_BNJ).astype(jnp.float32)
-        if drafter.config.redoes_last_write:
-            table_BNJPP, ids_BNJP = transition_cache(drafter, block, rows_VD, anchor_feature, num_tokens=num_tokens)
+            return (select_greedy(drafter, target, block, anchors_BN, anchor_feature) == text_BNJ).astype(jnp.float32)
+        if drafter.config.scores_pairs:
+            table_BNJPP, ids_BNJP = pair_table(drafter, target, block, anchors_BN, anchor_feature)
         logits_BNJV = None
-        if policy == "tail_mixed" or not drafter.config.redoes_last_write:
-            logits_BNJV = vocabulary_logits(drafting_states(drafter.config, block), rows_VD, num_tokens)
-        if not drafter.config.redoes_last_write:
+        if policy == "tail_mixed" or not drafter.config.scores_pairs:
+            logits_BNJV = vocabulary_logits(hidden_BNJD, rows_VD, num_tokens)
+        if not drafter.config.scores_pairs:
+            if (head := sequential_head(drafter, target)) is not None:
+                logits_BNJV = logits_BNJV + correction(head, text_codes(head, hidden_BNJD, blocks.predecessors_BNJ))
             return _pick(probabilities(logits_BNJV, sampling), text_BNJ)
         # The law of a slot given the text before it: the table's row of the previous token, where that is a candidate.
         is_text_BNJP = ids_BNJP == text_BNJ[..., None]

@@ -25,15 +25,18 @@ from dspine_jax.sampling import SamplingConfig, draw, probabilities, residual, s
 from dspine_jax.selection import (
     Draft,
     anchor_features,
+    cut_by_confidence,
     drafting_states,
+    pair_table,
     point_mass,
     select_greedy,
     select_independent,
     select_on_candidates,
+    select_sequentially,
     select_tail_mixed,
     slot_keys,
-    transition_cache,
 )
+from dspine_jax.sequential import sequential_head
 from dspine_jax.target import Target
 from dspine_jax.vocabulary import vocabulary_logits
 
@@ -45,8 +48,9 @@ class DecodeSettings:
     """What is compiled into the loop.
 
     num_draft_tokens: proposals a round, at most what the drafter was trained for; 0 is plain decoding. policy at
-    temperature > 0: 'own' samples the drafter's law (DSpine: on its candidates), 'tail_mixed' lets DSpine's
+    temperature > 0: 'own' samples the drafter's law (DSpine, DFlash2: on its candidates), 'tail_mixed' lets their
     law reach the whole vocabulary, 'point_mass' proposes the greedy draft. dtype: compute precision.
+    confidence_threshold: a confidence head ends the proposal before the first draft below it; 0 proposes all.
     """
 
     num_draft_tokens: int
@@ -54,6 +58,7 @@ class DecodeSettings:
     policy: Policy = "own"
     stop_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    confidence_threshold: float = 0.0
 
     def check(self, drafter: Drafter | None) -> None:
         """Refuse settings the drafter cannot serve. Raises ValueError."""
@@ -63,6 +68,10 @@ class DecodeSettings:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} needs a drafter; without one use 0")
         if drafter is not None and self.num_draft_tokens > drafter.config.num_draft_tokens:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} exceeds the {drafter.config.num_draft_tokens} this drafter was trained for")
+        if not 0.0 <= self.confidence_threshold <= 1.0:
+            raise ValueError(f"confidence_threshold {self.confidence_threshold} must lie in [0, 1]; 0 proposes every draft")
+        if self.confidence_threshold and not (drafter is not None and drafter.config.confidence):
+            raise ValueError(f"confidence_threshold {self.confidence_threshold} needs a drafter with a confidence head (drafter.confidence); use 0")
         if drafter is not None and self.policy not in drafter.config.policies:
             raise ValueError(f"policy {self.policy!r} cannot be served by a {drafter.config.method} drafter; it can: {', '.join(drafter.config.policies)}")
 
@@ -181,18 +190,25 @@ def propose(drafter: Drafter, target: Target, state: DecodeState, keys_B: jax.Ar
     positions_BNK = (length_B[:, None] + jnp.arange(block_size, dtype=jnp.int32))[:, None]
     feature_BNR = anchor_features(drafter, rows_VD, state.anchor_B[:, None])
     block = drafter(noise_BNKD, state.draft_cache.keys, state.draft_cache.values, length_B[:, None], positions_BNK, feature_BNR)
+    hidden_BJD = drafting_states(config, block)[:, 0]
     if settings.sampling.greedy or settings.policy == "point_mass":
-        draft = point_mass(select_greedy(drafter, block, rows_VD, feature_BNR, num_tokens=num_tokens)[:, 0])
-    elif not config.redoes_last_write:
-        draft = select_independent(vocabulary_logits(drafting_states(config, block)[:, 0], rows_VD, num_tokens), keys_B, settings.sampling)
+        draft = point_mass(select_greedy(drafter, target, block, state.anchor_B[:, None], feature_BNR)[:, 0])
+    elif config.scores_pairs and settings.policy == "own":
+        table_BNJPP, ids_BNJP = pair_table(drafter, target, block, state.anchor_B[:, None], feature_BNR)
+        draft = select_on_candidates(table_BNJPP[:, 0], ids_BNJP[:, 0], keys_B, settings.sampling)
     else:
-        table_BNJPP, ids_BNJP = transition_cache(drafter, block, rows_VD, feature_BNR, num_tokens=num_tokens)
-        if settings.policy == "own":
-            draft = select_on_candidates(table_BNJPP[:, 0], ids_BNJP[:, 0], keys_B, settings.sampling)
-        else:
-            logits_BJV = vocabulary_logits(drafting_states(config, block)[:, 0], rows_VD, num_tokens)
+        logits_BJV = vocabulary_logits(hidden_BJD, rows_VD, num_tokens)
+        if config.scores_pairs:
+            table_BNJPP, ids_BNJP = pair_table(drafter, target, block, state.anchor_B[:, None], feature_BNR)
             draft = select_tail_mixed(logits_BJV, table_BNJPP[:, 0], ids_BNJP[:, 0], keys_B, settings.sampling)
-    return draft.first(settings.num_draft_tokens)
+        elif (head := sequential_head(drafter, target)) is not None:
+            draft = select_sequentially(head, hidden_BJD, logits_BJV, state.anchor_B, keys_B, settings.sampling)
+        else:
+            draft = select_independent(logits_BJV, keys_B, settings.sampling)
+    draft = draft.first(settings.num_draft_tokens)
+    if settings.confidence_threshold:
+        draft = cut_by_confidence(drafter, hidden_BJD, state.anchor_B, draft, settings.confidence_threshold)
+    return draft
 
 
 def accept_uniforms(keys_B: jax.Array, count: int) -> jax.Array:
@@ -201,9 +217,9 @@ def accept_uniforms(keys_B: jax.Array, count: int) -> jax.Array:
 
 
 def judge_greedy(draft: Draft, logits_BKV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Accept while the draft is the target's argmax (ties to the lowest id). -> (num_accepted [B], next token [B])."""
+    """Accept while a proposed draft is the target's argmax (ties to the lowest id). -> (num_accepted [B], next token [B])."""
     choice_BK = jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32)
-    right_BJ = draft.tokens_BJ == choice_BK[:, :-1]
+    right_BJ = (draft.tokens_BJ == choice_BK[:, :-1]) & (jnp.arange(draft.tokens_BJ.shape[1]) < draft.cut_B[:, None])
     accepted_B = jnp.cumprod(right_BJ.astype(jnp.int32), axis=1).sum(axis=1)
     return accepted_B, jnp.take_along_axis(choice_BK, accepted_B[:, None], axis=1)[:, 0]
 

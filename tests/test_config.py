@@ -161,7 +161,7 @@ def test_override_creates_an_optional_group_and_applies_together():
         ("learning_rate=1", r"unknown key learning_rate; did you mean optimizer\.learning_rate\? Known at the top level of TrainConfig: workdir, target"),
         ("every=1", r"did you mean checkpoint\.every or log\.every\?"),
         ("optimiser.beta1=1", r"unknown key optimiser; did you mean optimizer\?"),
-        ("drafter.injection.rank=1", r"unknown key drafter\.injection\.rank; did you mean drafter\.injection\."),
+        ("drafter.injection.transfer=1", r"unknown key drafter\.injection\.transfer; did you mean drafter\.injection\.transfer_size"),
         ("steps.x=1", "steps is a single value of type int"),
         ("steps=1e3", "steps: 1e3 is not of type int"),
         ("steps=True", "steps: True is not of type int"),
@@ -254,7 +254,7 @@ def test_there_are_shipped_configs():
 def test_resolved_drafter_has_no_none_and_reads_back(drafter, tmp_path):
     resolved = drafter.resolve(TARGET)
     # None is DFlash there and a mode that the data do not record, not an unset number.
-    optional = {"template_mode"} | ({"injection"} if drafter.injection is None else set())
+    optional = {"template_mode"} | {part for part in ("injection", "convolution", "selector", "markov", "gru") if getattr(drafter, part) is None}
     assert {name for name, value in config_to_dict(resolved).items() if value is None} == optional
     if resolved.injection is not None:
         assert None not in config_to_dict(resolved.injection).values()

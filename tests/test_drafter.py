@@ -49,7 +49,7 @@ def everything(drafter, target, block, feature_BNR, predecessors_BNJ) -> dict:
     out = {
         "hidden": block.hidden_BNKD,
         "logits": target.logits(block.hidden_BNKD)[..., :num_tokens],
-        "tokens": select_greedy(drafter, block, rows_VD, feature_BNR, num_tokens=num_tokens),
+        "tokens": select_greedy(drafter, target, block, predecessors_BNJ[..., 0], feature_BNR),
     }
     if drafter.config.redoes_last_write:
         P = drafter.config.injection.num_candidates

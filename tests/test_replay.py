@@ -154,7 +154,7 @@ def draft_block(drafter, target, token_B, cache):
     feature = anchor_features(drafter, rows_VD, ids_BNK[..., 0])
     positions = (cache.lengths_B[:, None] + jnp.arange(c.block_size))[:, None]
     block = drafter(jnp.take(target.input_embedding_VD, ids_BNK, axis=0), cache.keys, cache.values, cache.lengths_B[:, None], positions, feature)
-    return select_greedy(drafter, block, rows_VD, feature, num_tokens=target.config.num_tokens)[0, 0]
+    return select_greedy(drafter, target, block, token_B[:, None], feature)[0, 0]
 
 
 def literal_rounds(drafter, target, prompt: list[int], cap: int, stop: tuple[int, ...]) -> tuple[list[int], list[Round]]:

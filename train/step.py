@@ -143,7 +143,8 @@ def make_train_step(
 
         def loss_fn(params):
             drafter = nnx.merge(drafter_graph, params, state.frozen)
-            return block_objective(drafter, frozen_target, tokens_BS, blocks, config.loss, dtype)
+            progress = state.step.astype(jnp.float32) / config.steps
+            return block_objective(drafter, frozen_target, tokens_BS, blocks, config.loss, dtype, progress=progress)
 
         (loss, metrics), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         norm = optax.tree.norm(gradients)
