@@ -30,7 +30,7 @@ SIZES = {
 THETA, VOCAB, TARGET_LAYERS, TAPS, MASK_ID, BLOCK = 1e6, 128, 8, (0, 3, 4), 7, 6
 CONTEXT = 13
 PIECES = (5, 1, 7, 3)  # new context rows before each cached block
-TEMPERATURE = 3.0
+TEMPERATURE = 8.0
 ANCHORS = (0, 3, 4, 5, 17, 24)  # closer than a block, at the start and at the end of the context
 
 
@@ -51,8 +51,8 @@ def random_dflash(*, seed: int, theta: float = THETA, second: dict | None = None
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            norm = "norm" in name
-            value = 0.5 + torch.rand(parameter.shape, generator=generator) if norm else 0.15 * torch.randn(parameter.shape, generator=generator)
+            std = 1.5 if "codebook" in name else 0.15  # a selector that changes drafts
+            value = 0.5 + torch.rand(parameter.shape, generator=generator) if "norm" in name else std * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(value.bfloat16().float())
     return model
 

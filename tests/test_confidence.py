@@ -46,10 +46,11 @@ def test_cut_proposals_give_the_same_greedy_text_and_end_at_the_first_unsure_dra
     plain = generate(Decoder(target, None, DecodeSettings(0)), prompts, max_new_tokens=40)
     whole, cut = (generate(Decoder(target, drafter, DecodeSettings(4, confidence_threshold=t)), prompts, max_new_tokens=40) for t in (0.0, 0.5))
     assert [a.tokens for a in whole] == [a.tokens for a in cut] == [a.tokens for a in plain]
-    proposed = [r.proposed for answer in cut for r in answer.rounds[:-1]]
+    far = lambda answers: [r.proposed for answer in answers for r in answer.rounds if r.anchor < 35]  # where the limit cuts nothing  # noqa: E731
+    proposed = far(cut)
     assert min(proposed) == 0 and max(proposed) == 4 and 1 <= np.mean(proposed) <= 3
     assert all(r.accepted <= r.proposed for answer in cut for r in answer.rounds)
-    assert {r.proposed for answer in whole for r in answer.rounds[:-1]} == {4}
+    assert set(far(whole)) == {4}
 
 
 def test_a_draft_is_cut_where_its_own_path_becomes_unsure(pair):
@@ -96,7 +97,7 @@ def test_temperatures_are_found_and_calibrate_every_prefix():
     assert np.abs(np.log(temperatures / [2.0, 1.0, 0.5])).max() < 0.25, temperatures
     for j in range(3):
         before, after = (expected_calibration_error(prefix_survival(logits, t)[:, j], accepted > j) for t in (None, temperatures))
-        assert after < 0.02 and (j == 1 or after < before)
+        assert after < 0.02 and (j == 2 or after < before / 2)
 
 
 def test_each_temperature_is_the_best_of_the_grid_given_those_before():

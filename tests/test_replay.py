@@ -95,6 +95,7 @@ def untrained(target, method: str, block_size: int, **sizes) -> Drafter:
 
 
 REPLAYED = [("dflash", 7, (), {}), ("dspine", 7, (), {}), ("dspine", 4, (5,), {}), ("dflash", 2, (5,), {})]
+REPLAYED += [("dflash2", 5, (), {}), ("dspark rnn", 4, (5,), {}), ("domino", 5, (), {})]
 REPLAYED += [("dflash", 6, (), {"label_shift": "shifted"}), ("dflash", 3, (5,), {"label_shift": "shifted", "block_attention": "causal"})]
 
 
@@ -222,10 +223,14 @@ def two_sample_p_value(ours: list[int], theirs: list[int]) -> float:
     return float(chi2_contingency(table[:, table.sum(0) > 0]).pvalue)
 
 
-@pytest.mark.parametrize("method, policy", [("dflash", "own"), ("dspine", "own"), ("dspine", "tail_mixed"), ("dspine", "point_mass")])
+SAMPLED = [("dflash", "own"), ("dspine", "own"), ("dspine", "tail_mixed"), ("dspine", "point_mass")]
+SAMPLED += [("dflash2", "own"), ("dflash2", "tail_mixed"), ("dspark rnn", "own"), ("dspark", "point_mass"), ("domino", "own")]
+
+
+@pytest.mark.parametrize("method, policy", SAMPLED)
 def test_sampled_replay_follows_the_law_of_the_decode_loop(target, method, policy):
     """Accepted drafts of the first round, and rounds of a whole answer, over 1,500 answers each; the wrong law is noticed."""
-    drafter, sampling, rows = untrained(target, method, 5), SamplingConfig(0.8), 1500
+    drafter, sampling, rows = untrained(target, method, 4 if method.startswith("dspark") else 5), SamplingConfig(0.8), 1500
     prompts = [[4, 5, 6]] * rows
     plain = generate(Decoder(target, None, DecodeSettings(0, sampling)), prompts, max_new_tokens=12, seed=1)
     decoded = generate(Decoder(target, drafter, DecodeSettings(4, sampling, policy)), prompts, max_new_tokens=12, seed=2)
