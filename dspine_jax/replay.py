@@ -24,6 +24,7 @@ from flax import nnx
 from dspine_jax.anchors import make_blocks
 from dspine_jax.drafter import Drafter
 from dspine_jax.objective import row_context, run_blocks
+from dspine_jax.prompt_lookup import NOT_PROPOSED, PromptLookup, PromptLookupConfig, lookups_at, num_proposed
 from dspine_jax.sampling import SamplingConfig, probabilities
 from dspine_jax.selection import drafting_states, pair_table, select_greedy
 from dspine_jax.sequential import correction, sequential_head, text_codes
@@ -131,23 +132,37 @@ def _compiled(function, drafter: Drafter, target: Target, **static) -> Callable[
     return lambda tokens_BS, anchors_BN: function(drafter_state, target_state, jnp.asarray(tokens_BS), jnp.asarray(anchors_BN), **static)
 
 
-def make_drafting(drafter: Drafter, target: Target, *, dtype, anchors_per_chunk: int) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
+def make_drafting(drafter: Drafter | PromptLookup, target: Target, *, dtype, anchors_per_chunk: int) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
     """``(tokens [B,S], anchors [B,N]) -> drafts [B,N,J]`` at temperature 0, compiled once a shape and architecture.
 
-    N must be a multiple of ``anchors_per_chunk``; only one chunk's logits [B,chunk,J,V] fp32 exist at a time.
+    N must be a multiple of ``anchors_per_chunk``; only one chunk's logits [B,chunk,J,V] fp32 exist at a time. A prompt lookup has NOT_PROPOSED in slots
+    where it finds nothing.
     """
+    if isinstance(drafter, PromptLookup):
+        return functools.partial(lookups_at, config=drafter.config)
     return _compiled(_draft, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
 
 
 def make_accept_odds(
-    drafter: Drafter, target: Target, sampling: SamplingConfig, policy: str, *, dtype, anchors_per_chunk: int
+    drafter: Drafter | PromptLookup, target: Target, sampling: SamplingConfig, policy: str, *, dtype, anchors_per_chunk: int
 ) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
     """``(tokens [B,S], anchors [B,N]) -> odds [B,N,J] fp32``: with what probability each slot's draft was accepted, given that the text was committed.
 
-    0 where the slot cannot have been proposed. Slots past the row's text hold nothing of meaning. Shapes as in ``make_drafting``.
+    0 where the slot cannot have been proposed, below 0 where a prompt lookup has nothing to propose. Slots past the row's text hold nothing of meaning.
+    Shapes as in ``make_drafting``.
     """
+    if isinstance(drafter, PromptLookup):
+        return functools.partial(_lookup_odds, config=drafter.config)
     static = dict(dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk, sampling=sampling, policy=policy)
     return _compiled(_accept_odds, drafter, target, **static)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _lookup_odds(tokens_BS: jax.Array, anchors_BN: jax.Array, *, config: PromptLookupConfig) -> jax.Array:
+    drafts_BNJ = lookups_at(tokens_BS, anchors_BN, config)
+    text_BM = (anchors_BN[..., None] + 1 + jnp.arange(drafts_BNJ.shape[-1])).reshape(len(tokens_BS), -1)
+    text_BNJ = jnp.take_along_axis(tokens_BS, jnp.minimum(text_BM, tokens_BS.shape[1] - 1), axis=1).reshape(drafts_BNJ.shape)
+    return jnp.where(drafts_BNJ == NOT_PROPOSED, -1.0, (drafts_BNJ == text_BNJ).astype(jnp.float32))
 
 
 def replay_shape(prompts: Sequence, answers: Sequence, *, batch_size: int, anchors_per_chunk: int) -> dict[str, int]:
@@ -202,7 +217,7 @@ def walk_rounds(answer_T: np.ndarray, drafts_TJ: np.ndarray, end: int | None = N
     draft (an accepted end token, or the length cap) there is no bonus and the proposal counts as cut there.
     """
     right_TJ = drafts_TJ[: len(answer_T)] == text_after_anchors(answer_T, min(len(drafts_TJ), len(answer_T)), drafts_TJ.shape[1])
-    return walk_judged(len(answer_T), right_TJ, end)
+    return walk_judged(len(answer_T), right_TJ, end, num_proposed(drafts_TJ))
 
 
 def walk_sampled_rounds(odds_TJ: np.ndarray, uniforms_T: np.ndarray, length: int, end: int | None = None) -> list[Round]:
@@ -212,16 +227,16 @@ def walk_sampled_rounds(odds_TJ: np.ndarray, uniforms_T: np.ndarray, length: int
     drafters judged with the same uniforms are compared in pairs.
     """
     judged_TJ = text_after_anchors(np.arange(length), len(odds_TJ), odds_TJ.shape[1])
-    return walk_judged(length, (judged_TJ >= 0) & (uniforms_T[judged_TJ] < odds_TJ), end)
+    return walk_judged(length, (judged_TJ >= 0) & (uniforms_T[judged_TJ] < odds_TJ), end, np.cumprod(odds_TJ >= 0, axis=1).sum(axis=1))
 
 
-def walk_judged(length: int, accept_TJ: np.ndarray, end: int | None = None) -> list[Round]:
-    """Rounds over an answer of ``length`` tokens, given for every anchor which slots would be accepted."""
+def walk_judged(length: int, accept_TJ: np.ndarray, end: int | None, proposed_T: np.ndarray) -> list[Round]:
+    """Rounds over an answer of ``length`` tokens, given for every anchor how many slots it proposes and which would be accepted."""
     stop = length if end is None else min(end, length)
     rounds, anchor = [], 0
     while anchor < stop - 1:
         left = stop - 1 - anchor
-        proposed = min(accept_TJ.shape[1], left)
+        proposed = min(int(proposed_T[anchor]), left)
         wrong = np.nonzero(~accept_TJ[anchor, :proposed])[0]
         accepted = int(wrong[0]) if len(wrong) else proposed
         rounds.append(Round(anchor, proposed, accepted, min(accepted + 1, left)))

@@ -21,6 +21,7 @@ from flax import nnx
 
 from dspine_jax.drafter import Drafter
 from dspine_jax.kv_cache import KVCache
+from dspine_jax.prompt_lookup import PromptLookup, TextHistory
 from dspine_jax.sampling import SamplingConfig, draw, probabilities, residual, sample
 from dspine_jax.selection import (
     Draft,
@@ -60,7 +61,7 @@ class DecodeSettings:
     dtype: str = "float32"
     confidence_threshold: float = 0.0
 
-    def check(self, drafter: Drafter | None) -> None:
+    def check(self, drafter: Drafter | PromptLookup | None) -> None:
         """Refuse settings the drafter cannot serve. Raises ValueError."""
         if self.num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} must be 0 (plain decoding) or positive")
@@ -87,7 +88,7 @@ class DecodeState:
     """
 
     target_cache: KVCache
-    draft_cache: KVCache | None
+    draft_cache: KVCache | TextHistory | None
     anchor_B: jax.Array
     tokens_BT: jax.Array
     count_B: jax.Array
@@ -101,7 +102,7 @@ class DecodeState:
 
 
 def start(
-    drafter: Drafter | None,
+    drafter: Drafter | PromptLookup | None,
     target: Target,
     prompts_BS: jax.Array,
     lengths_B: jax.Array,
@@ -126,7 +127,7 @@ def start(
     first_B = sample(slot_keys(keys_B, 0), target.logits(last_BD), settings.sampling)
     draft_cache = None
     if drafter is not None:
-        draft_cache = drafter.extend_cache(drafter.empty_cache(B, capacity, dtype), out.tapped_BTE, lengths_B)
+        draft_cache = extend_cache(drafter, drafter.empty_cache(B, capacity, dtype), prompts_BS, out.tapped_BTE, lengths_B)
     zeros = jnp.zeros((B, room), jnp.int32)
     count_B = jnp.minimum(limit_B, 1)
     return DecodeState(
@@ -145,7 +146,7 @@ def start(
     )
 
 
-def idle(drafter: Drafter | None, target: Target, batch: int, capacity: int, room: int, settings: DecodeSettings) -> DecodeState:
+def idle(drafter: Drafter | PromptLookup | None, target: Target, batch: int, capacity: int, room: int, settings: DecodeSettings) -> DecodeState:
     """A state whose rows are all finished and empty, for ``insert`` to fill."""
     c, dtype = target.config, jnp.dtype(settings.dtype)
     zeros_B, zeros_BT = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, room), jnp.int32)
@@ -179,8 +180,15 @@ def insert(state: DecodeState, fresh: DecodeState, row_n: jax.Array) -> DecodeSt
     return jax.tree.map(put, state, fresh)
 
 
-def propose(drafter: Drafter, target: Target, state: DecodeState, keys_B: jax.Array, settings: DecodeSettings) -> Draft:
+def extend_cache(drafter: Drafter | PromptLookup, cache, tokens_BT: jax.Array, tapped_BTE: jax.Array | None, count_B: jax.Array):
+    """Let the drafter remember the first count [B] of T tokens that the target was just fed."""
+    return drafter.extend_cache(cache, tokens_BT if isinstance(drafter, PromptLookup) else tapped_BTE, count_B)
+
+
+def propose(drafter: Drafter | PromptLookup, target: Target, state: DecodeState, keys_B: jax.Array, settings: DecodeSettings) -> Draft:
     """Draft the block after each row's anchor. A block-causal drafter runs only the slots it needs."""
+    if isinstance(drafter, PromptLookup):
+        return drafter.propose(state.draft_cache, state.anchor_B).first(settings.num_draft_tokens)
     config = drafter.config
     block_size = settings.num_draft_tokens + config.first_slot if config.block_attention == "causal" else config.block_size
     rows_VD, num_tokens = target.output_embedding_VD, target.config.num_tokens
@@ -243,7 +251,9 @@ def judge_sampled(
     return accepted_B, draw(next_keys_B, law_BV)
 
 
-def decoding_round(drafter: Drafter | None, target: Target, state: DecodeState, settings: DecodeSettings, width: int | None = None) -> DecodeState:
+def decoding_round(
+    drafter: Drafter | PromptLookup | None, target: Target, state: DecodeState, settings: DecodeSettings, width: int | None = None
+) -> DecodeState:
     """Draft, verify, accept, commit. Finished rows pass through unchanged but for rows of cache past their length.
 
     ``width``: how many rows of the target's cache are read, where not all can be filled.
@@ -283,7 +293,7 @@ def decoding_round(drafter: Drafter | None, target: Target, state: DecodeState, 
     length_B = state.target_cache.lengths_B + committed_B
     draft_cache = state.draft_cache
     if draft_cache is not None:
-        draft_cache = drafter.extend_cache(draft_cache, out.tapped_BTE, committed_B)
+        draft_cache = extend_cache(drafter, draft_cache, block_BK, out.tapped_BTE, committed_B)
     return dataclasses.replace(
         state,
         target_cache=out.cache.with_lengths(length_B),
@@ -346,7 +356,7 @@ def _refill(drafter_state, target_state, state: DecodeState, row_n, prompts_nS, 
 class Decoder:
     """A target with or without a drafter, compiled once per shape and settings."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, settings: DecodeSettings):
+    def __init__(self, target: Target, drafter: Drafter | PromptLookup | None, settings: DecodeSettings):
         settings.check(drafter)
         self.target, self.drafter, self.settings = target, drafter, settings
         self._target_graph, self._target_state = nnx.split(target)

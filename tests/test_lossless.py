@@ -184,7 +184,7 @@ CANDIDATES["point_mass"] = CANDIDATES["tail_mixed"]
 CASES = [("dflash", policy, 2, name) for policy in ("own", "point_mass") for name in SETTINGS]
 CASES += [("dflash2", "own", 2, "T1"), ("dflash2", "own", 4, "top_p"), ("dflash2", "tail_mixed", 2, "T1"), ("dflash2", "point_mass", 4, "T0.3")]
 CASES += [("dspark", "own", 2, "T1"), ("dspark rnn", "own", 2, "top_p"), ("dspark", "point_mass", 2, "T1")]
-CASES += [("domino", "own", 2, "T1"), ("domino same position", "own", 2, "top_k"), ("domino", "point_mass", 2, "top_p")]
+CASES += [("domino", "own", 2, "T1"), ("domino same position", "own", 2, "top_k"), ("domino", "point_mass", 2, "T1")]
 CASES += [("dspine", policy, P, name) for policy, by_setting in CANDIDATES.items() for name, P in by_setting.items()]
 
 
