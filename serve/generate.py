@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-k", type=int, default=0, help="0 is off")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 is off")
     parser.add_argument("--policy", choices=("own", "tail_mixed", "point_mass"), help="what is drafted at temperature > 0 (default own; docs/lossless.md)")
+    parser.add_argument("--confidence-threshold", type=float, default=0.0, help="end a proposal before the first draft less sure than this (default 0: never)")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default 1)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="compute precision (default bfloat16; float32 on a CPU)")
@@ -188,7 +189,7 @@ def load(args: argparse.Namespace) -> tuple:
     drafts = args.num_draft_tokens
     if drafts is None:
         drafts = drafter.config.num_draft_tokens if drafter else 0
-    settings = DecodeSettings(drafts, sampling, args.policy or "own", config.eos_token_ids, args.dtype)
+    settings = DecodeSettings(drafts, sampling, args.policy or "own", config.eos_token_ids, args.dtype, args.confidence_threshold)
     settings.check(drafter)
     return tokenizer, prompts, load_target(args.target, dtype=dtype), drafter, settings
 
@@ -213,7 +214,7 @@ def run(args: argparse.Namespace) -> tuple[dict, int]:
         if seconds is None:
             seconds = decode(decoder, prompts, args, "timing")[1]
         if drafter is not None and (args.check or not args.no_baseline):
-            plain = Decoder(target, None, dataclasses.replace(settings, num_draft_tokens=0, policy="own"))
+            plain = Decoder(target, None, dataclasses.replace(settings, num_draft_tokens=0, policy="own", confidence_threshold=0.0))
             plain_answers, plain_seconds = decode(plain, prompts, args, "plain decoding")
             report["plain_tokens_per_s"] = sum(len(answer.tokens) for answer in plain_answers) / plain_seconds
             if settings.sampling.greedy:

@@ -351,10 +351,17 @@ def test_default_target_layer_ids_refuse_small_targets_and_repeats():
         default_target_layer_ids(6, num_taps=5)
 
 
-@pytest.mark.parametrize("method, millions", [("dflash", 19.36), ("dspine", 22.68)])
-def test_shipped_configs_build_their_drafters_for_their_target(method, millions):
-    """Abstractly: shapes only. The sizes are those of SmolLM2-135M-Instruct."""
+SHIPPED = [("dflash", 19.36, 0), ("dspine", 22.68, 3.32), ("dflash2", 26.54, 7.18), ("dspark", 25.65, 6.29), ("domino", 23.20, 3.84)]
+
+
+@pytest.mark.parametrize("method, millions, head", SHIPPED)
+def test_shipped_configs_build_their_drafters_for_their_target(method, millions, head):
+    """Abstractly: shapes only. The sizes are those of SmolLM2-135M-Instruct; all draft 15 tokens a round."""
     target = TargetConfig("llama", 49152, 49152, 576, 30, 9, 3, 64, 1536, 100000.0, 1e-5, True, (2,), 8192)
     config = load_config(CONFIGS / f"smollm2_135m_{method}.py").drafter.resolve(target)
     drafter = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
-    assert round(drafter_parameter_counts(drafter)["total"] / 1e6, 2) == millions
+    counts = drafter_parameter_counts(drafter)
+    assert (round(counts["total"] / 1e6, 2), round(counts["head"] / 1e6, 2)) == (millions, head)
+    assert (config.method, config.num_draft_tokens) == (method, 15)
+    if method in ("dflash2", "dspark", "domino"):
+        assert f"{millions:.2f}M trained parameters, {head:.2f}M of them" in (CONFIGS / f"smollm2_135m_{method}.py").read_text()

@@ -388,7 +388,7 @@ def test_a_folder_holds_exactly_the_promised_tensors_and_reads_back(target, fold
     for a, b in zip(jax.tree.leaves(nnx.state(drafter)), jax.tree.leaves(nnx.state(original)), strict=True):
         np.testing.assert_array_equal(a, b)
     counts = drafter_parameter_counts(drafter)
-    assert counts["injection"] == 64 + 2 * 64 * 24 + 64 * 64 + 64 + 64 * 24
+    assert counts["head"] == counts["injection"] == 64 + 2 * 64 * 24 + 64 * 64 + 64 + 64 * 24
     assert counts["total"] == sum(x.size for name, x in stored.items() if not name.startswith("transfer."))
 
 

@@ -319,6 +319,20 @@ def test_in_bf16_the_corrected_loss_stays_in_fp32_and_its_gradient_close():
         assert relative_l2(a.astype(jnp.float32), b) <= 1e-2
 
 
+def test_dominos_base_share_falls_with_the_steps_that_the_state_counts():
+    """From 1 to 0 over base_decay_fraction of the run, by the counter that a checkpoint keeps: a resumed run goes on where it was."""
+    s = tiny.setup(tiny.train_config("domino", drafter={"num_layers": 1}, steps=10, loss=LossConfig(base_decay_fraction=0.5)))
+    tokens, mask, _ = tiny.rows(8)
+    shares, state = [], s.state
+    with jax.set_mesh(s.mesh):
+        for done in (0, 2, 5, 9):
+            state, metrics = s.step(dataclasses.replace(state, step=jnp.int32(done)), s.target_state, s.batch(tokens, mask))
+            base, main = (float(metrics[f"loss/ce_{path}"][0]) for path in ("base", "conditioned"))
+            shares.append(float(metrics["loss/base_share"][0]))
+            assert float(metrics["loss/total"][0]) == pytest.approx(shares[-1] * base + (1 - shares[-1]) * main, rel=1e-5)
+    assert shares == pytest.approx([1.0, 0.6, 0.0, 0.0], abs=1e-6)
+
+
 # ---- R07: the target's law -----------------------------------------------------------------------
 
 

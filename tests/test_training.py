@@ -638,7 +638,7 @@ def test_help_answers_without_jax():
 # ---- learning -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", tiny.METHODS)
+@pytest.mark.parametrize("method", [*tiny.METHODS, "dflash2", "dspark rnn", "domino"])
 def test_a_few_sequences_are_learnt_by_heart(method):
     """The real step reaches 90 % first-slot accuracy on eight fixed rows: features, masks, labels and optimiser pull one way."""
     optimizer = {"learning_rate": 1e-2, "warmup_fraction": 0.05}

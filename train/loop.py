@@ -255,7 +255,7 @@ def describe(config: TrainConfig, mesh: Mesh, data: DatasetFolder, drafter, resu
     warning = f"warning: the mask token {c.mask_token_id} occurs in {masked} rows of {config.data.path}; choose one that the text never holds\n"
     return (warning if masked else "") + "\n".join(
         [
-            f"{c.method}: {counts['total'] / 1e6:.2f}M trained parameters ({counts['injection'] / 1e6:.2f}M injection), "
+            f"{c.method}: {counts['total'] / 1e6:.2f}M trained parameters ({counts['head'] / 1e6:.2f}M beyond DFlash's), "
             f"{c.num_layers} layers, block {c.block_size}, taps {c.target_layer_ids}",
             f"data: {data.num_rows} rows of {data.width} tokens from {config.data.path}; "
             f"{config.data.batch_size} rows x {config.anchors.num_anchors} anchors = {per_step} blocks a step",
