@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dspine_jax.candidate_selector import CandidateSelector
+from dspine_jax.sharding import constrain_batch
 from dspine_jax.vocabulary import mask_padded_vocabulary, vocabulary_logits
 from pallas_kernels.topk_logits import topk_logits
 
@@ -112,7 +113,7 @@ def selector_scores(
 
     def scores(hidden, predecessors, labels):
         ids = topk_logits(jax.lax.stop_gradient(hidden), rows_VD, num_candidates, num_tokens=num_tokens)[1]
-        candidates = jnp.take(rows_VD, ids, axis=0).astype(hidden.dtype)
+        candidates = constrain_batch(jnp.take(rows_VD, ids, axis=0).astype(hidden.dtype))
         unary = jnp.einsum("btd,btpd->btp", hidden, candidates, preferred_element_type=jnp.float32)
         total = unary + selector.pair_scores(hidden, predecessors[..., None], ids)[..., 0, :]
         is_label = ids == labels[..., None]
