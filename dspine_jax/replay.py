@@ -79,6 +79,19 @@ def _draft(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_graph,
     return _blocks_at(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, use)[0]
 
 
+@functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "dtype", "anchors_per_chunk"))
+def _confidences(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_graph, target_graph, dtype, anchors_per_chunk):
+    drafter, target = nnx.merge(drafter_graph, drafter_state), nnx.merge(target_graph, target_state)
+
+    def use(block, anchor_feature, blocks):
+        anchors_Bn = blocks.noise_ids_BNK[..., 0]
+        drafts_BnJ = select_greedy(drafter, target, block, anchors_Bn, anchor_feature)
+        before_BnJ = jnp.concatenate([anchors_Bn[..., None], drafts_BnJ[..., :-1]], axis=-1)
+        return drafts_BnJ, drafter.confidence_logits(drafting_states(drafter.config, block), before_BnJ)
+
+    return _blocks_at(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, use)[0]
+
+
 @functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "dtype", "anchors_per_chunk", "sampling", "policy"))
 def _accept_odds(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_graph, target_graph, dtype, anchors_per_chunk, sampling, policy):
     drafter, target = nnx.merge(drafter_graph, drafter_state), nnx.merge(target_graph, target_state)
@@ -141,6 +154,16 @@ def make_drafting(drafter: Drafter | PromptLookup, target: Target, *, dtype, anc
     if isinstance(drafter, PromptLookup):
         return functools.partial(lookups_at, config=drafter.config)
     return _compiled(_draft, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
+
+
+def make_confidences(drafter: Drafter, target: Target, *, dtype, anchors_per_chunk: int) -> Callable[[np.ndarray, np.ndarray], tuple[jax.Array, jax.Array]]:
+    """``(tokens [B,S], anchors [B,N]) -> (drafts [B,N,J], confidence logits [B,N,J] fp32)`` at temperature 0, along the drafted path.
+
+    What ``confidence.fit_temperatures`` is fitted on: whether a prefix survived is whether the drafts equal the text. Needs a confidence head.
+    """
+    if not drafter.config.confidence:
+        raise ValueError(f"this {drafter.config.method} drafter has no confidence head (drafter.confidence)")
+    return _compiled(_confidences, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
 
 
 def make_accept_odds(

@@ -123,7 +123,7 @@ def files(tmp_path_factory) -> Path:
     (root / "shuffled" / "tokenizer.json").write_text(json.dumps(content))
     (root / "no_template" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     config = read_target_config(root / "target")
-    for name, method, seed in (("dspine", "dspine", 1), ("dflash", "dflash", 2), ("twin", "dspine", 3)):
+    for name, method, seed in (("dspine", "dspine", 1), ("dflash", "dflash", 2), ("twin", "dspine", 3), ("dspark", "dspark", 4)):
         drafter = Drafter(
             tiny.train_config(method, drafter={"num_layers": 1, "target_layer_ids": (0,)}, injection={"transfer_size": 8}).drafter.resolve(config),
             rngs=nnx.Rngs(seed),
@@ -289,6 +289,7 @@ GENERATE = [
     Row("--top-k", "", "--top-k 1", tokens, f"{PLAIN} --temperature 1 --prompts {{two.jsonl}} --batch-size 2"),
     Row("--top-p", "", "--top-p 1e-6", tokens, f"{PLAIN} --temperature 1 --prompts {{two.jsonl}} --batch-size 2"),
     Row("--policy", "", "--policy point_mass", lambda o: o.rounds, f"{DRAFTED} --temperature 1 'w10 w20'"),
+    Row("--confidence-threshold", "", "--confidence-threshold 0.9999", most_proposed, f"{PLAIN} --no-baseline --drafter {{dspark}} 'w10 w20'"),
     Row("--seed", "", "--seed 1", tokens, f"{DRAFTED} --temperature 1 'w10 w20'"),
     Row("--batch-size", "", "--batch-size 2", lambda o: set(o.started), f"{PLAIN} --prompts {{two.jsonl}}"),
     Row("--dtype", "", "--dtype bfloat16", weights_dtype, f"{PLAIN} 'w10 w20'"),
@@ -1087,6 +1088,8 @@ def kept_steps(run: Counted) -> list[int]:
 
 RUNS = (exit_code_of_run, logged_steps, kept_steps)
 DEEP = "target={deep} drafter.target_layer_ids=(0,1)"
+FLASH = "drafter.injection=none"
+SELECTING, MARKOV, SURE, GRU = (f"{FLASH} drafter.{part}" for part in ("selector.rank=8", "markov.rank=4", "confidence=true", "gru.hidden_size=8"))
 
 
 def config_row(name: str, second: object, *observe: Callable, first: object = None, common: str = "") -> tuple:
@@ -1112,6 +1115,17 @@ CONFIG = [
     config_row("drafter.injection.whiten", False, transfer_space),
     config_row("drafter.injection.message_init_std", 0.5, start_text),
     config_row("drafter.injection.num_candidates", 8, decoding_table),
+    config_row("drafter.label_shift", "shifted", step_text, common=FLASH),
+    config_row("drafter.convolution.taps", 3, step_text, first=2, common=FLASH),
+    config_row("drafter.convolution.group_size", 8, step_text, first=16, common=FLASH),
+    config_row("drafter.selector.rank", 4, step_text, first=8, common=FLASH),
+    config_row("drafter.selector.num_candidates", 4, step_text, first=8, common=SELECTING),
+    config_row("drafter.markov.kind", "gated", step_text, first="vanilla", common=MARKOV),
+    config_row("drafter.markov.rank", 8, step_text, first=4, common=FLASH),
+    config_row("drafter.confidence", True, step_text, common=FLASH),
+    config_row("drafter.confidence_with_markov", True, step_text, common=f"{MARKOV} drafter.confidence=true"),
+    config_row("drafter.gru.hidden_size", 4, step_text, first=8, common=FLASH),
+    config_row("drafter.gru.projection_size", 4, step_text, first=8, common=GRU),
     config_row("drafter.num_heads", 4, step_text),
     config_row("drafter.num_kv_heads", 1, step_text),
     config_row("drafter.head_dim", 4, step_text),
@@ -1128,6 +1142,12 @@ CONFIG = [
     config_row("loss.base_weight", 0.25, step_text),
     config_row("loss.feature_weight", 0.25, step_text),
     config_row("loss.vocab_chunk", 5, step_text),
+    config_row("loss.ce_weight", 0.25, step_text),
+    config_row("loss.l1_weight", 0.25, step_text),
+    config_row("loss.prefix_mask", True, step_text),
+    config_row("loss.selector_weight", 0.25, step_text, common=SELECTING),
+    config_row("loss.confidence_weight", 0.25, step_text, common=SURE),
+    config_row("loss.base_decay_fraction", 0.25, step_text, common=GRU),
     config_row("optimizer.learning_rate", 0.1, step_text),
     config_row("optimizer.beta1", 0.5, step_text),
     config_row("optimizer.beta2", 0.5, step_text),
@@ -1150,7 +1170,6 @@ CARRIED = {
     "drafter.vocab_size": (128, 64, "drafter.vocab_size is 64 but the target has 128"),
     "drafter.num_target_layers": (2, 9, "drafter.num_target_layers is 9 but the target has 2"),
     "drafter.template_mode": (None, "thinking", "does not record its template mode, but 'thinking' is asked for"),
-    "drafter.label_shift": ("same_position", "shifted", "drafter.label_shift: shifted is not of type 'same_position'"),
 }
 
 

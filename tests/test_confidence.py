@@ -14,6 +14,7 @@ from flax import nnx
 from dspine_jax.confidence import confident_prefix, expected_calibration_error, fit_temperatures, prefix_survival, schedule_drafts
 from dspine_jax.drafter import Drafter
 from dspine_jax.generation import generate
+from dspine_jax.replay import make_confidences
 from dspine_jax.sampling import SamplingConfig
 from dspine_jax.speculative import Decoder, DecodeSettings, propose
 
@@ -51,6 +52,21 @@ def test_cut_proposals_give_the_same_greedy_text_and_end_at_the_first_unsure_dra
     assert min(proposed) == 0 and max(proposed) == 4 and 1 <= np.mean(proposed) <= 3
     assert all(r.accepted <= r.proposed for answer in cut for r in answer.rounds)
     assert set(far(whole)) == {4}
+
+
+def test_confidences_of_stored_text_are_those_of_the_decode_loop(pair):
+    """At every round's anchor the replayed confidences cut the proposal where decoding cut it, and the drafts are its drafts."""
+    target, drafter = pair
+    prompt = [4, 5, 6]
+    (answer,) = generate(Decoder(target, drafter, DecodeSettings(4, confidence_threshold=0.5)), [prompt], max_new_tokens=40)
+    confidences = make_confidences(drafter, target, dtype=jnp.float32, anchors_per_chunk=13)
+    drafts, logits = (np.asarray(x)[0] for x in confidences(np.array([prompt + answer.tokens]), 3 + np.arange(39)[None]))
+    for r in answer.rounds:
+        if r.anchor < 35:
+            assert int(confident_prefix(jnp.asarray(logits[r.anchor : r.anchor + 1]), 0.5)[0]) == r.proposed
+        assert drafts[r.anchor, : r.accepted].tolist() == answer.tokens[r.anchor + 1 : r.anchor + 1 + r.accepted]
+    with pytest.raises(ValueError, match="this dflash drafter has no confidence head"):
+        make_confidences(Drafter(tiny.train_config("dflash").drafter.resolve(target.config), rngs=nnx.Rngs(0)), target, dtype=jnp.float32, anchors_per_chunk=1)
 
 
 def test_a_draft_is_cut_where_its_own_path_becomes_unsure(pair):
