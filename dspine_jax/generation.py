@@ -132,7 +132,6 @@ def generate_batches(decoder: Decoder, prompts: Sequence[Sequence[int]], batch_s
         yield generate(decoder, prompts[first : first + batch_size], first_row=first, width=width, batch_size=batch_size, **options)
 
 
-def warm_up(decoder: Decoder, prompts: Sequence[Sequence[int]], batch_size: int, max_new_tokens: int) -> None:
-    """Compile what ``generate_batches`` will run on these prompts, without decoding any."""
-    width = max(len(p) for p in prompts)
-    generate(decoder, [[0]], max_new_tokens=max_new_tokens, max_length=1, width=width, batch_size=batch_size)  # no room for a token: finished at once
+def warm_up(decoder: Decoder, prompt: Sequence[int], max_new_tokens: int) -> None:
+    """Compile what ``generate`` will run on this prompt alone, without decoding it."""
+    generate(decoder, [[0]], max_new_tokens=max_new_tokens, max_length=1, width=len(prompt))  # no room for a token: finished at once

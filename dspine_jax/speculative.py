@@ -318,13 +318,16 @@ def _is_stop(tokens: jax.Array, settings: DecodeSettings) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "settings", "width"), donate_argnames=("state",))
-def _run_rounds(drafter_state, target_state, state: DecodeState, max_rounds: jax.Array, *, drafter_graph, target_graph, settings, width=None) -> DecodeState:
+def _run_rounds(
+    drafter_state, target_state, state: DecodeState, max_rounds: jax.Array, enough=None, *, drafter_graph, target_graph, settings, width=None
+) -> DecodeState:
     drafter = None if drafter_graph is None else nnx.merge(drafter_graph, drafter_state)
     target = nnx.merge(target_graph, target_state)
+    enough = state.finished_B.shape[0] if enough is None else enough
 
     def go_on(carry):
         done, state = carry
-        return (done < max_rounds) & ~state.finished_B.all()
+        return (done < max_rounds) & (state.finished_B.sum() < enough)
 
     def one(carry):
         done, state = carry
@@ -375,9 +378,10 @@ class Decoder:
         """Start n prompts in rows ``row_n`` of the state, whose buffers are reused; a row number past its end drops a prompt."""
         return _refill(self._drafter_state, self._target_state, state, row_n, prompts_nS, lengths_n, limit_n, keys_n, **self._static)
 
-    def run(self, state: DecodeState, max_rounds: int, *, width: int | None = None) -> DecodeState:
-        """Up to ``max_rounds`` rounds in one device call; the given state's buffers are reused.
+    def run(self, state: DecodeState, max_rounds: int, *, enough: int | None = None, width: int | None = None) -> DecodeState:
+        """Up to ``max_rounds`` rounds in one device call, or until ``enough`` rows (default: all) are finished; the given state's buffers are reused.
 
         ``width``: how many rows of the target's cache are read; it must cover prompt, output and a block of every unfinished row.
         """
-        return _run_rounds(self._drafter_state, self._target_state, state, jnp.int32(max_rounds), width=width, **self._static)
+        enough = None if enough is None else jnp.int32(enough)
+        return _run_rounds(self._drafter_state, self._target_state, state, jnp.int32(max_rounds), enough, width=width, **self._static)

@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", required=True, type=Path, help="dataset folder or JSONL file")
     parser.add_argument("--limit", type=int, help="use this many prompts (default: all)")
     parser.add_argument("--batch-size", type=int, default=512, help="rows decoded together (default 512)")
-    parser.add_argument("--rounds-per-call", type=int, default=16, help="tokens between two looks at what is finished (default 16)")
+    parser.add_argument("--rounds-per-call", type=int, default=32, help="most tokens between two looks at what is finished (default 32)")
     parser.add_argument("--rows-per-refill", type=int, help="prompts started together (default: a sixteenth of the batch)")
     parser.add_argument("--max-length", type=int, default=512, help="prompt and answer together (default 512); longer prompts are left out")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
@@ -47,7 +47,7 @@ def read_prompt_ids(path: Path, target: str) -> list[list[int]]:
         data = DatasetFolder(path)
         return [data.tokens[i, : int(np.argmax(data.loss_mask[i]))].tolist() for i in range(data.num_rows)]
     tokenizer = load_tokenizer(target)
-    return [chat_ids(tokenizer, conversation) for conversation in read_prompts(path)]
+    return [chat_ids(tokenizer, prompt.messages) for prompt in read_prompts(path)]
 
 
 def measure(args: argparse.Namespace) -> dict:
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace) -> dict:
     from dspine_jax.sampling import SamplingConfig
     from dspine_jax.speculative import Decoder, DecodeSettings
     from dspine_jax.target_io import load_target
-    from train.log import peak_memory_gib
+    from serve.environment import peak_memory_gib
 
     prompts = [ids for ids in read_prompt_ids(args.prompts, args.target) if 0 < len(ids) < args.max_length][: args.limit]
     if not prompts:
@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace) -> dict:
     if len(steady) > 1 and steady[-1][0] > steady[0][0]:
         report["steady_tokens_per_s"] = sum(count for _, count in steady[1:]) / (steady[-1][0] - steady[0][0])
     report |= {"compile_s": compile_s, "prefill_share": profile.refill_s / profiled_s, "decode_share": profile.decode_s / profiled_s}
-    report |= {"ms_per_step": 1e3 * profile.decode_s / max(profile.calls * args.rounds_per_call, 1), "calls": profile.calls, "refills": profile.refills}
+    report |= {"ms_per_step": 1e3 * profile.decode_s / max(profile.rounds, 1), "calls": profile.calls, "refills": profile.refills}
     report |= {"mean_prompt": sum(map(len, prompts)) / len(prompts), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
     report["peak_gib"] = peak_memory_gib()
     return report | {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}

@@ -65,5 +65,5 @@ def prompt_benchmarks(path: Path, target: str, tokenizer: str | None, template_m
     if not files:
         raise FileNotFoundError(f"{path} holds no .jsonl file; each benchmark is one, a prompt a line (dspine-generate --help)")
     encoder = load_tokenizer(target, tokenizer)
-    encode = lambda file: [chat_ids(encoder, conversation, template_mode) for conversation in read_prompts(file)[:limit]]  # noqa: E731
+    encode = lambda file: [chat_ids(encoder, prompt.messages, template_mode) for prompt in read_prompts(file)[:limit]]  # noqa: E731
     return [Benchmark(file.stem, encode(file), None, template_mode) for file in files]

@@ -80,8 +80,8 @@ def decode(demo: Path, args: argparse.Namespace) -> dict:
     from dspine_jax.speculative import Decoder
     from serve import generate
 
-    given = generate.parse_args(["--prompts", str(demo / "prompts.jsonl"), "--max-new-tokens", str(args.max_new_tokens)])
-    tokenizer, prompts, target, drafter, settings = generate.load(given)
+    given = generate.parse_args(["--prompts", str(demo / "prompts.jsonl"), "--batch-size", "1", "--max-new-tokens", str(args.max_new_tokens)])
+    tokenizer, prompts, _, target, drafter, settings = generate.load(given)
     decoders = {
         "dspine": Decoder(target, drafter, settings),
         "plain": Decoder(target, None, dataclasses.replace(settings, num_draft_tokens=0)),

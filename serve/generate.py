@@ -13,11 +13,13 @@ from dspine_jax.chat import TEMPLATE_MODES
 EPILOG = """examples:
   dspine-generate "Why is the sky blue?"                                 the embedded demo: a small target and its DSpine drafter
   dspine-generate --target SmolLM2-135M-Instruct.Q4_1.gguf --drafter runs/dspine/drafter "Why is the sky blue?"
-  dspine-generate --target my-target/ --drafter my-drafter/ --prompts questions.jsonl --batch-size 8 --json
+  dspine-generate --target my-target/ --drafter my-drafter/ --prompts questions.jsonl --batch-size 256 --json
   dspine-generate --target my-target/ "Why is the sky blue?"            plain decoding, no drafter
   dspine-generate ... --temperature 0.7 --top-p 0.9 --seed 1 "..."       follows the target's law exactly
   dspine-generate ... --check "..."                                     compare with plain greedy, token for token
 --prompts holds one JSON object a line with "prompt" (text), "turns" (list of user texts; the first is used) or "messages".
+A row of the batch whose answer is done goes on with the next prompt. Texts are printed at the end, in the order of the file; Ctrl-C prints what there
+is by then, and --json names the line of each.
 In a terminal each round's tokens are shown in one colour: accepted drafts bright, the target's own token dim."""
 
 # Known from other tools, not computed here: refused by name, because ignoring them would change the law of the text without a word.
@@ -46,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--policy", choices=("own", "tail_mixed", "point_mass"), help="what is drafted at temperature > 0 (default own; docs/lossless.md)")
     parser.add_argument("--confidence-threshold", type=float, default=0.0, help="end a proposal before the first draft less sure than this (default 0: never)")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
-    parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default 1)")
+    parser.add_argument("--batch-size", type=int, help="prompts decoded together (default: as many as fit the device, up to 1024; 32 on a CPU)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="compute precision (default bfloat16; float32 on a CPU)")
     parser.add_argument("--check", action="store_true", help="also decode plainly at temperature 0 and compare; exit 1 on a difference")
     parser.add_argument("--no-baseline", action="store_true", help="skip the plain run that the speed-up is measured against")
@@ -82,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.check and args.temperature > 0:
         parser.error(f"--check compares with plain greedy decoding; it needs --temperature 0, not {args.temperature}")
     for name in ("max_new_tokens", "batch_size"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     return args
 
@@ -126,72 +128,122 @@ class Stream:
 
 
 class Interrupted(Exception):
-    """Ctrl-C; holds the answers, whole or begun, that there were by then."""
+    """Ctrl-C; holds the answers, whole or begun, that there were by then, by the number of their prompt."""
 
-    def __init__(self, answers: list):
+    def __init__(self, answers: dict):
         super().__init__("interrupted")
         self.answers = answers
 
 
-def decode(
-    decoder, prompts: list[list[int]], args: argparse.Namespace, words: str, on_progress=None, rounds_per_call: int = ROUNDS_PER_CALL
-) -> tuple[list, float]:
+def decode(decoder, prompts: list[list[int]], args: argparse.Namespace, words: str) -> tuple[list, float]:
     """All answers and the seconds they took, compilation not counted; ``words`` head the progress bar. Raises Interrupted on Ctrl-C."""
+    if len(prompts) == 1:
+        return decode_one(decoder, prompts[0], args)
     from tqdm import tqdm
 
-    from dspine_jax.generation import generate_batches, warm_up
+    from dspine_jax.refill import answer_prompts, warm_up
 
-    done, current = [], []
+    answers, tokens = {}, 0
+    sizes = dict(batch_size=args.batch_size, max_new_tokens=args.max_new_tokens, max_length=decoder.target.config.max_position_embeddings)
+    try:
+        warm_up(decoder, prompts, **sizes)
+        begin = time.perf_counter()
+        with tqdm(total=len(prompts), unit="prompt", desc=words, disable=None) as progress:
+            for index, answer in answer_prompts(decoder, prompts, seed=args.seed, **sizes):
+                answers[index] = answer
+                tokens += len(answer.tokens)
+                progress.set_postfix_str(f"{tokens / (time.perf_counter() - begin):,.0f} tokens/s", refresh=False)
+                progress.update(answer.finish_reason != "unfinished")
+        return [answers[index] for index in range(len(prompts))], time.perf_counter() - begin
+    except KeyboardInterrupt:
+        raise Interrupted(answers) from None
 
-    def remember(rows):
-        current[:] = rows
+
+def decode_one(
+    decoder, prompt: list[int], args: argparse.Namespace, on_progress=None, rounds_per_call: int = ROUNDS_PER_CALL
+) -> tuple[list, float]:
+    """The one answer, in a list, and its seconds as ``decode`` counts them; ``on_progress`` sees it grow."""
+    from dspine_jax.generation import generate, warm_up
+
+    answers = {}
+
+    def remember(rows: list) -> None:
+        answers[0] = rows[0]
         if on_progress is not None:
             on_progress(rows)
 
-    options = dict(max_length=decoder.target.config.max_position_embeddings, seed=args.seed, rounds_per_call=rounds_per_call, on_progress=remember)
+    limits = dict(max_new_tokens=args.max_new_tokens, max_length=decoder.target.config.max_position_embeddings)
     try:
-        warm_up(decoder, prompts, args.batch_size, args.max_new_tokens)
+        warm_up(decoder, prompt, args.max_new_tokens)
         begin = time.perf_counter()
-        with tqdm(total=len(prompts), unit="prompt", desc=words, disable=True if len(prompts) == 1 else None) as progress:
-            for batch in generate_batches(decoder, prompts, args.batch_size, max_new_tokens=args.max_new_tokens, **options):
-                done += batch
-                current.clear()
-                progress.update(len(batch))
-        return done, time.perf_counter() - begin
+        return generate(decoder, [prompt], seed=args.seed, rounds_per_call=rounds_per_call, on_progress=remember, **limits), time.perf_counter() - begin
     except KeyboardInterrupt:
-        raise Interrupted(done + current) from None
+        raise Interrupted(answers) from None
 
 
 def load(args: argparse.Namespace) -> tuple:
-    """Read and check everything the command line names. -> (tokenizer, prompts, target, drafter or None, settings)."""
+    """Read and check everything the command line names. -> (tokenizer, prompts, their lines, target, drafter or None, settings)."""
     import jax.numpy as jnp
 
-    from dspine_jax.chat import agreed_template_mode, chat_ids, load_tokenizer
+    from dspine_jax.chat import agreed_template_mode, load_tokenizer
     from dspine_jax.drafter_io import load_drafter
-    from dspine_jax.generation import check_ids, prompt_limits
     from dspine_jax.sampling import SamplingConfig
     from dspine_jax.speculative import DecodeSettings
     from dspine_jax.target_io import load_target, read_target_config
     from serve.environment import default_dtype
-    from serve.prompts import read_prompts
+    from serve.prompts import Prompt, read_prompts
 
     args.dtype = args.dtype or default_dtype()
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
-    conversations = read_prompts(args.prompts) if args.prompts else [[{"role": "user", "content": args.prompt}]]
+    asked = read_prompts(args.prompts) if args.prompts else [Prompt(1, [{"role": "user", "content": args.prompt}])]
     config = read_target_config(args.target)
     tokenizer = load_tokenizer(args.target, args.tokenizer)
     dtype = jnp.dtype(args.dtype)
     drafter = load_drafter(args.drafter, config, dtype=dtype) if args.drafter else None
     mode = agreed_template_mode(args.template_mode, {f"the drafter {args.drafter}": drafter.config.template_mode} if drafter else {})
-    prompts = [tokenizer.encode(c[-1]["content"]) if args.raw else chat_ids(tokenizer, c, mode) for c in conversations]
-    check_ids(prompts, config.vocab_size)  # before the target's weights are read
-    prompt_limits([len(p) for p in prompts], args.max_new_tokens, config.max_position_embeddings)
+    prompts = prompt_ids(asked, tokenizer, mode, config, args)  # before the target's weights are read
     drafts = args.num_draft_tokens
     if drafts is None:
         drafts = drafter.config.num_draft_tokens if drafter else 0
     settings = DecodeSettings(drafts, sampling, args.policy or "own", config.eos_token_ids, args.dtype, args.confidence_threshold)
     settings.check(drafter)
-    return tokenizer, prompts, load_target(args.target, dtype=dtype), drafter, settings
+    return tokenizer, prompts, [prompt.line for prompt in asked], load_target(args.target, dtype=dtype), drafter, settings
+
+
+def prompt_ids(asked: list, tokenizer, mode: str, config, args: argparse.Namespace) -> list[list[int]]:
+    """Token ids of every prompt. Raises ValueError for those that cannot be answered: the first with its reason, the others by line."""
+    from dspine_jax.chat import chat_ids
+    from dspine_jax.generation import check_ids, prompt_limits
+
+    found, reasons = [], {}
+    for index, prompt in enumerate(asked):
+        try:
+            ids = tokenizer.encode(prompt.messages[-1]["content"]) if args.raw else chat_ids(tokenizer, prompt.messages, mode)
+            check_ids([ids], config.vocab_size, index)
+            prompt_limits([len(ids)], args.max_new_tokens, config.max_position_embeddings, index)
+            found.append(ids)
+        except ValueError as error:
+            reasons[prompt.line] = error
+    if reasons:
+        (line, reason), *others = reasons.items()
+        where = f"{args.prompts}, line {line}: " if args.prompts else ""
+        shown = ", ".join(str(line) for line, _ in others[:10]) + (f" and {len(others) - 10:,} more" if len(others) > 10 else "")
+        raise ValueError(f"{where}{reason}" + (f"; also of no use: {'line' if len(others) == 1 else 'lines'} {shown}" if others else ""))
+    return found
+
+
+def choose_batch_size(target, drafter, settings, prompts: list[list[int]], args: argparse.Namespace) -> int:
+    """Prompts decoded together: what is asked for, else what the device holds; never more than there are."""
+    from dspine_jax.memory import default_batch_size, row_bytes
+    from dspine_jax.refill import cache_rows, text_limit
+
+    if args.batch_size is not None or len(prompts) == 1:
+        return min(args.batch_size or 1, len(prompts))
+    capacity = cache_rows(text_limit(max(map(len, prompts)), args.max_new_tokens, target.config.max_position_embeddings) + settings.num_draft_tokens)
+    row = row_bytes(target.config, drafter and drafter.config, settings.num_draft_tokens, capacity, args.dtype)
+    rows = min(default_batch_size(row), len(prompts))
+    print(f"{rows} of {len(prompts)} prompts are decoded together (--batch-size)", file=sys.stderr)
+    return rows
 
 
 def run(args: argparse.Namespace) -> tuple[dict, int]:
@@ -200,14 +252,15 @@ def run(args: argparse.Namespace) -> tuple[dict, int]:
 
     from dspine_jax.speculative import Decoder
 
-    tokenizer, prompts, target, drafter, settings = load(args)
+    tokenizer, prompts, lines, target, drafter, settings = load(args)
+    args.batch_size = choose_batch_size(target, drafter, settings, prompts, args)
     decoder = Decoder(target, drafter, settings)
     answers, seconds, code = [], None, 0
-    report: dict = {"prompt_tokens": [len(prompt) for prompt in prompts], "batch_size": args.batch_size}
+    report: dict = {"batch_size": args.batch_size}
     try:
         if not args.json and len(prompts) == 1:
             stream = Stream(tokenizer, sys.stdout, sys.stdout.isatty())
-            answers, _ = decode(decoder, prompts, args, "decoding", stream, rounds_per_call=1)  # a call a round is slower: it is shown, not timed
+            answers, _ = decode_one(decoder, prompts[0], args, stream, rounds_per_call=1)  # a call a round is slower: it is shown, not timed
             print()
         else:
             answers, seconds = decode(decoder, prompts, args, "decoding")
@@ -220,9 +273,12 @@ def run(args: argparse.Namespace) -> tuple[dict, int]:
             if settings.sampling.greedy:
                 report |= compare(target, prompts, answers, plain_answers, args.dtype)
                 code = int(args.check and not report["matches_greedy"])
+        answered = range(len(prompts))
     except Interrupted as stop:
-        answers, code = answers or stop.answers, 130
-    return report_answers(report, answers, seconds, tokenizer, settings, single=args.prompts is None) | {"interrupted": code == 130}, code
+        code, answered = 130, range(len(prompts)) if answers else sorted(stop.answers)
+        answers = answers or [stop.answers[index] for index in answered]
+    by_prompt = {"prompt_tokens": [len(prompts[index]) for index in answered]} | ({"line": [lines[index] for index in answered]} if args.prompts else {})
+    return report_answers(report, by_prompt, answers, seconds, tokenizer, settings, single=args.prompts is None) | {"interrupted": code == 130}, code
 
 
 def compare(target, prompts: list[list[int]], answers: list, plain_answers: list, dtype: str) -> dict:
@@ -234,16 +290,15 @@ def compare(target, prompts: list[list[int]], answers: list, plain_answers: list
     return {"matches_greedy": not gaps, "largest_gap": largest if largest < float("inf") else None}  # None: a text ends inside the other
 
 
-def report_answers(report: dict, answers: list, seconds: float | None, tokenizer, settings, *, single: bool) -> dict:
-    """Texts, acceptance and speed as one JSON object; lists hold one value a prompt, which a single prompt has bare."""
+def report_answers(report: dict, by_prompt: dict[str, list], answers: list, seconds: float | None, tokenizer, settings, *, single: bool) -> dict:
+    """Texts, acceptance and speed as one JSON object; lists hold one value an answer, which a single prompt has bare."""
     from dspine_jax.acceptance import acceptance_statistics
 
     statistics = acceptance_statistics([answer.rounds for answer in answers], max(settings.num_draft_tokens, 1))
-    by_prompt = {
+    by_prompt |= {
         "text": [tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers],
         "tokens": [answer.tokens for answer in answers],
         "finish_reason": [answer.finish_reason for answer in answers],
-        "prompt_tokens": report.pop("prompt_tokens")[: len(answers)],
     }
     if single:
         by_prompt = {key: value[0] if value else None for key, value in by_prompt.items()}
@@ -285,6 +340,13 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        from dspine_jax.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        print(f"error: out of memory; --batch-size {args.batch_size} is too many: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:  # while loading: there is nothing to show
         print("interrupted", file=sys.stderr)
         return 130
@@ -298,7 +360,8 @@ def main(argv: list[str] | None = None) -> int:
             print(text, end="\n\n")
     sys.stdout.flush()
     if report["interrupted"]:
-        print("\ninterrupted", file=sys.stderr)
+        whole = f": {sum(reason != 'unfinished' for reason in report['finish_reason'])} answers are whole" if args.prompts else ""
+        print(f"\ninterrupted{whole}", file=sys.stderr)
     print(summary(report, args), file=sys.stderr)
     return code
 

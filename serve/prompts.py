@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 
-def read_prompts(path: Path) -> list[list[dict[str, str]]]:
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A conversation that waits for an answer, and the line of the file that holds it, counted from 1."""
+
+    line: int
+    messages: list[dict[str, str]]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
     """Conversations of a JSONL file: "prompt" (text), "turns" (texts of the user; the first is used) or "messages".
 
     Raises FileNotFoundError, or ValueError naming file and line.
     """
-    conversations = []
+    prompts = []
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -26,16 +35,16 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
         row = row if isinstance(row, dict) else {}
         messages, turns = row.get("messages"), row.get("turns")
         if isinstance(row.get("prompt"), str):
-            conversations.append([{"role": "user", "content": row["prompt"]}])
+            prompts.append(Prompt(number, [{"role": "user", "content": row["prompt"]}]))
         elif isinstance(turns, list) and turns and isinstance(turns[0], str):
-            conversations.append([{"role": "user", "content": turns[0]}])
+            prompts.append(Prompt(number, [{"role": "user", "content": turns[0]}]))
         elif isinstance(messages, list) and messages and all(_is_message(message) for message in messages):
-            conversations.append(messages)
+            prompts.append(Prompt(number, messages))
         else:
             raise ValueError(f'{path}, line {number}: needs "prompt" (text), "turns" (list of texts) or "messages" (list of role and content)')
-    if not conversations:
+    if not prompts:
         raise ValueError(f"{path} holds no prompt")
-    return conversations
+    return prompts
 
 
 def _is_message(message: object) -> bool:

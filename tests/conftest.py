@@ -55,6 +55,16 @@ def _bounded_memory():
     jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def quick_compiler():
+    """XLA without its slow passes, for files that compile much and run it for milliseconds."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """Measuring data kept outside the repository: DSPINE_SHARED, else ../shared beside the repository."""

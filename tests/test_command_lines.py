@@ -30,7 +30,7 @@ from chats import THINKING, assistant, make_tokenizer, user, write_chat_target, 
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from dspine_jax import replay, speculative
+from dspine_jax import memory, replay, speculative
 from dspine_jax.config import DataConfig, DrafterConfig, TargetConfig, TrainConfig
 from dspine_jax.config_io import read_config, save_config
 from dspine_jax.drafter import Drafter
@@ -49,6 +49,7 @@ from train import main as training
 from train.data import Manifest, write_dataset
 from train.step import _initial_state, abstract_state, make_train_step
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 SMALL = dataclasses.replace(
     tiny.TARGET, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, intermediate_size=16, eos_token_ids=(2,), max_position_embeddings=64
 )
@@ -73,14 +74,6 @@ class Row:
 def options(parser) -> set[str]:
     """The name of every option and argument."""
     return {(action.option_strings or [action.dest])[-1] for action in parser._actions}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """XLA without its slow passes: what is compiled here runs for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # ---- files --------------------------------------------------------------------------------------
@@ -135,6 +128,9 @@ def files(tmp_path_factory) -> Path:
     (root / "one.jsonl").write_text('{"prompt": "w10 w20"}\n')
     (root / "two.jsonl").write_text('{"prompt": "w10 w20"}\n{"turns": ["w30 w40 w50", "w60"]}\n')
     (root / "empty.jsonl").write_text("\n")
+    mixed = ["w10", None, "", "w9 " * 65, "w11 w12", ""]
+    (root / "mixed.jsonl").write_text("".join("\n" if text is None else json.dumps({"prompt": text}) + "\n" for text in mixed))
+    (root / "many.jsonl").write_text("\n".join(json.dumps({"prompt": " ".join(f"w{10 + i + j}" for j in range(1 + 5 * i % 7))}) for i in range(9)) + "\n")
     (root / "nameless.jsonl").write_text('{"text": "w10"}\n')
     (root / "broken.jsonl").write_text('{"prompt": "w10"}\n{"prompt": \n')
     for name, count, seed in (("first", 3, 1), ("second", 2, 2)):
@@ -247,15 +243,15 @@ def run_generate(root: Path, text: str, out: io.StringIO | None = None, interrup
     calls = []
     make_report = generate.report_answers
 
-    def reported(report, answers, *args, **kwargs):
+    def reported(report, by_prompt, answers, *args, **kwargs):
         outcome.answers = answers
-        return make_report(report, answers, *args, **kwargs)
+        return make_report(report, by_prompt, answers, *args, **kwargs)
 
-    def interrupted(self, *args):
+    def interrupted(self, *args, **kwargs):
         calls.append(1)
         if len(calls) == interrupt_at:
             raise KeyboardInterrupt
-        return run(self, *args)
+        return run(self, *args, **kwargs)
 
     with spied(outcome) as patch:
         patch.setattr(speculative.Decoder, "run", interrupted)
@@ -291,7 +287,7 @@ GENERATE = [
     Row("--policy", "", "--policy point_mass", lambda o: o.rounds, f"{DRAFTED} --temperature 1 'w10 w20'"),
     Row("--confidence-threshold", "", "--confidence-threshold 0.9999", most_proposed, f"{PLAIN} --no-baseline --drafter {{dspark}} 'w10 w20'"),
     Row("--seed", "", "--seed 1", tokens, f"{DRAFTED} --temperature 1 'w10 w20'"),
-    Row("--batch-size", "", "--batch-size 2", lambda o: set(o.started), f"{PLAIN} --prompts {{two.jsonl}}"),
+    Row("--batch-size", "", "--batch-size 1", lambda o: set(o.started), f"{PLAIN} --prompts {{two.jsonl}}"),
     Row("--dtype", "", "--dtype bfloat16", weights_dtype, f"{PLAIN} 'w10 w20'"),
     Row("--check", "", "--check", lambda o: o.code, f"{DRAFTED} 'w10 w20'"),  # with a careless loop
     Row("--no-baseline", "", "--no-baseline", lambda o: len(o.decoders), f"{BASE} --drafter {{dspine}} 'w10 w20'"),
@@ -351,7 +347,7 @@ def test_sampling_options_that_are_not_computed_are_refused_by_name(name, capsys
         ("hello --prompts {one.jsonl}", "give one prompt, or a file with --prompts"),
         ("hello --check --drafter {dspine} --temperature 0.5", "--check compares with plain greedy decoding; it needs --temperature 0, not 0.5"),
         ("hello --max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
-        ("hello --batch-size -2", "--batch-size -2 must be at least 1"),
+        ("--prompts {one.jsonl} --batch-size 0", "--batch-size 0 must be at least 1"),
         ("hello --temp 1", "unrecognized argument --temp"),
         ("hello --max-new-tokens many", "--max-new-tokens: invalid int value: 'many'"),
         ("hello --dtype float16", "--dtype: invalid choice: 'float16'"),
@@ -369,6 +365,7 @@ BAD_INPUT = [
     ("--prompts {empty.jsonl}", ["empty.jsonl holds no prompt"]),
     ("--prompts {nameless.jsonl}", ["nameless.jsonl, line 1: needs"]),
     ("--raw ''", ["prompt 0 is empty"]),
+    ("--prompts {mixed.jsonl} --raw", ["mixed.jsonl, line 3: prompt 1 is empty", "also of no use: lines 4, 6"]),
     (f"'{'w9 ' * 70}'", ["prompt 0 has 73 tokens", "context limit of 64"]),
     ("hello --temperature -1", ["temperature -1.0"]),
     ("hello --temperature nan", ["temperature nan"]),
@@ -473,10 +470,23 @@ def test_ctrl_c_with_json_reports_what_was_decoded(files, generated):
     assert report["rounds"] == 32 and report["tokens_per_s"] is None
 
 
-def test_ctrl_c_between_prompts_keeps_the_finished_ones(files, generated):
-    text = f"{DRAFTED} --prompts {{two.jsonl}}"
-    outcome = run_generate(files, text, interrupt_at=3)
-    assert outcome.code == 130 and outcome.report["text"] == generated(text).report["text"][:1]
+@pytest.mark.parametrize("drafter", ["", "--drafter {dspine} --no-baseline"])
+def test_ctrl_c_among_prompts_keeps_what_there_is(drafter, files, generated):
+    """Call 1 compiles; later ones decode. Finished answers are whole and those begun are marked, each with the line of its prompt."""
+    text = f"{PLAIN} {drafter} --prompts {{many.jsonl}} --batch-size 4 --max-new-tokens 50"
+    whole, outcome = generated(text).report, run_generate(files, text, interrupt_at=5)
+    report = outcome.report
+    assert outcome.code == 130 and report["interrupted"] is True and report["tokens_per_s"] is None
+    assert len({len(report[name]) for name in ("text", "tokens", "finish_reason", "prompt_tokens", "line")}) == 1
+    finished = [line for line, reason in zip(report["line"], report["finish_reason"]) if reason != "unfinished"]
+    assert 4 <= len(finished) < 9 and len(finished) < len(report["line"]) < 9 and report["line"] == sorted(report["line"])
+    for i, line in enumerate(report["line"]):
+        tokens, all_tokens = report["tokens"][i], whole["tokens"][line - 1]
+        assert tokens == all_tokens if line in finished else 0 < len(tokens) < 50 and tokens == all_tokens[: len(tokens)]
+        assert report["prompt_tokens"][i] == whole["prompt_tokens"][line - 1]
+    shown = run_generate(files, text.replace("--json", ""), interrupt_at=5)
+    assert shown.code == 130 and shown.out == "".join(text + "\n\n" for text in report["text"])
+    assert f"interrupted: {len(finished)} answers are whole" in shown.err
 
 
 def test_ctrl_c_in_the_plain_run_keeps_the_whole_text(files, generated):
@@ -495,13 +505,58 @@ def test_ctrl_c_while_loading_is_one_line(files, monkeypatch):
     assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted\n")
 
 
-def test_prompts_of_a_file_give_the_same_tokens_in_batches_of_one_and_two(generated):
-    one, two = (generated(f"{DRAFTED} --prompts {{two.jsonl}} --batch-size {size}") for size in (1, 2))
-    assert len(tokens(one)) == 2 and tokens(one)[0] != tokens(one)[1]
-    assert tokens(one) == tokens(two) and one.rounds == two.rounds
-    assert {B for B, _ in one.started} == {1} and {B for B, _ in two.started} == {2}
-    shown = generated(f"{DRAFTED} --prompts {{two.jsonl}} --batch-size 2".replace("--json", ""))
-    assert shown.out == "".join(text + "\n\n" for text in two.report["text"])
+@pytest.mark.parametrize("law", ["", "--temperature 1"])
+@pytest.mark.parametrize("drafter", ["", "--drafter {dspine} --no-baseline"])
+def test_prompts_of_a_file_are_answered_as_if_alone(law, drafter, files, generated):
+    """In the order of the file, for every batch size; the first prompt's text is that of the prompt alone, as both have key 0."""
+    text = f"{PLAIN} {law} {drafter}"
+    one, three, chosen = (generated(f"{text} --prompts {{many.jsonl}} {size}") for size in ("--batch-size 1", "--batch-size 3", ""))
+    assert len(tokens(one)) == 9 and len(set(map(tuple, tokens(one)))) == 9 and one.report["line"] == list(range(1, 10))
+    assert tokens(one) == tokens(three) == tokens(chosen) and one.rounds == three.rounds == chosen.rounds
+    assert [{B for B, _ in outcome.started} for outcome in (one, three, chosen)] == [{1}, {3}, {9}]
+    assert "9 of 9 prompts are decoded together (--batch-size)" in chosen.err and "together" not in three.err
+    assert tokens(generated(f"{text} w10")) == tokens(one)[0]
+    shown = generated(f"{text} --prompts {{many.jsonl}} --batch-size 3".replace("--json", ""))
+    assert shown.out == "".join(text + "\n\n" for text in three.report["text"])
+
+
+def test_prompts_of_a_file_have_a_progress_bar_in_a_terminal(files, monkeypatch):
+    """Answers, tokens a second and the time left."""
+    err = Terminal()
+    monkeypatch.setattr("sys.stderr", err)
+    assert generate.main(filled(f"{PLAIN} --prompts {{many.jsonl}} --batch-size 3", files)) == 0
+    last = err.getvalue().rstrip().split("\r")[-1]
+    assert "decoding: 100%" in last and "9/9" in last and re.search(r"\d tokens/s", last) and re.search(r"<\d\d:\d\d", last)
+
+
+def test_the_device_decides_how_many_prompts_are_decoded_together(files, generated, monkeypatch):
+    """What it can hold, and no more than there are; a number given wins; out of memory is one line."""
+    monkeypatch.setattr(memory, "default_batch_size", lambda row: 2)
+    few = run_generate(files, f"{PLAIN} --prompts {{many.jsonl}}")
+    assert "2 of 9 prompts are decoded together" in few.err and few.report["batch_size"] == 2 and {B for B, _ in few.started} == {2}
+    assert tokens(few) == tokens(generated(f"{PLAIN} --prompts {{many.jsonl}} --batch-size 3"))
+    assert run_generate(files, f"{PLAIN} --prompts {{many.jsonl}} --batch-size 5").report["batch_size"] == 5
+
+    def full(*args, **kwargs):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+
+    monkeypatch.setattr(speculative.Decoder, "idle", full)
+    outcome = run_generate(files, f"{PLAIN} --prompts {{many.jsonl}} --batch-size 7")
+    assert outcome.code == 2 and outcome.err.startswith("error: out of memory; --batch-size 7 is too many") and outcome.err.count("\n") == 1
+
+
+def test_the_benchmark_of_prompts_compares_both_ways(files, tmp_path, capsys):
+    """Texts of all four runs are equal, with and without a drafter; a table, and JSON."""
+    from serve import bench_prompts
+
+    options = filled(f"{BASE} --drafter {{dspine}} --prompts {{many.jsonl}} --batch-size 3", files)
+    assert bench_prompts.main([*options, "--repeats", "2", "--limit", "7", "--output", str(tmp_path / "out" / "b.json")]) == 0
+    report = json.loads((tmp_path / "out" / "b.json").read_text())
+    ways = [(decoder, way) for decoder in ("plain", "drafter") for way in ("batches", "refill")]
+    assert [(run["decoder"], run["way"]) for run in report["runs"]] == ways
+    assert all(run["same_texts"] == 7 and run["tokens"] == report["runs"][0]["tokens"] and run["tokens_per_s"] > 0 for run in report["runs"])
+    assert report["batch_size"] == 3 and report["max_new_tokens"] == 12
+    assert capsys.readouterr().out.count("\n") == 6
 
 
 # ---- edges --------------------------------------------------------------------------------------
@@ -542,11 +597,6 @@ def test_damaged_input_is_named_in_one_line(text, words, files):
 def test_an_interrupted_report_does_not_call_the_answer_finished(files):
     report = run_generate(files, f"{PLAIN} --max-new-tokens 50 'w10 w20'", interrupt_at=3).report
     assert report["tokens"] and report["finish_reason"] not in ("length", "stop")
-
-
-def test_the_lists_of_an_interrupted_report_belong_together(files):
-    report = run_generate(files, f"{PLAIN} --prompts {{two.jsonl}}", interrupt_at=3).report
-    assert len(report["text"]) == len(report["tokens"]) == len(report["finish_reason"]) == len(report["prompt_tokens"])
 
 
 def test_an_answer_that_ends_inside_a_character_is_streamed_whole():
@@ -1325,6 +1375,7 @@ MAY_BE_NONE = {
         "template_mode": "as the drafter was trained",
         "policy": "own",
         "dtype": "bfloat16, on a CPU float32",
+        "batch_size": "as many as fit the device",
     },
     "dspine-evaluate": {
         "benchmarks": "--data is given instead",
@@ -1346,6 +1397,7 @@ MAY_BE_NONE = {
     "dspine-prepare": {
         "tokenizer": "the target's own",
         "limit": "all rows",
+        "batch_size": "as many as fit the device",
     },
     "python -m train.pretrain": {
         "data": "--config-only is given, or it is asked for",
@@ -1443,6 +1495,7 @@ def test_prepare_resolves_what_is_left_out(files, prepared, tmp_path):
     plain, args = prepared(text), prepare.parse_args([*filled(text, files), "--output", str(tmp_path / "set")])
     assert unset(vars(args)) == {*MAY_BE_NONE["dspine-prepare"], "self_prompts"}
     args.prompt_temperature = args.max_prompt_tokens = None  # refused where the target writes no prompts
+    args.batch_size = 32
     argv = written_out(prepare.build_parser(), args)
     explicit = call(prepare.main, argv)
     assert {"--temperature", "--top-p", "--top-k", "--seed", "--max-new-tokens", "--batch-size", "--dtype"} <= set(argv) and explicit.code == 0, explicit.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dspine_jax.config import MeshConfig
+from dspine_jax.losses import cross_entropy
 from dspine_jax.sharding import make_mesh
 from pallas_kernels.head_softmax import head_softmax, mosaic_gpu, ref
 
@@ -57,14 +59,26 @@ def test_kernel_equals_reference(case):
     assert (np.asarray(weights[..., usable:], np.float32) == 0).all() and (np.asarray(best) < usable).all()
 
 
-def test_ties_go_to_the_lowest_id_and_nan_stays():
+def ties_and_nan():
+    """(states, rows) whose best logit of state 0 is that of ids 140, 141 and 280, and of which state 1 is not a number."""
     hidden = jnp.ones((1, 256, 64), jnp.bfloat16).at[0, 1].set(jnp.nan)
-    rows = jnp.zeros((384, 64), jnp.bfloat16).at[jnp.array([140, 141, 280])].set(1.0)
-    weights, total, best = mosaic_gpu.head_softmax(hidden, rows, jnp.zeros((1, 256)), num_tokens=384, largest=74.0, interpret=interpreter())
+    return hidden, jnp.zeros((384, 64), jnp.bfloat16).at[jnp.array([140, 141, 280])].set(1.0), jnp.zeros((1, 256))
+
+
+@pytest.mark.parametrize("usable", [384, 281])
+def test_ties_go_to_the_lowest_id_and_nan_stays(usable):
+    weights, total, best = mosaic_gpu.head_softmax(*ties_and_nan(), num_tokens=usable, largest=74.0, interpret=interpreter())
     assert best[0, 0] == 140 and np.isfinite(total[0, 0]) and np.isnan(total[0, 1])
 
 
-def one_device(hidden_BTD, rows_VD, origin_BT, end_1, *, largest, interpret):
+@pytest.mark.gpu
+@pytest.mark.parametrize("usable", [384, 281])
+def test_ties_and_nan_on_the_gpu(usable):
+    weights, total, best = head_softmax(*ties_and_nan(), num_tokens=usable, largest=74.0, implementation="mosaic_gpu")
+    assert best[0, 0] == 140 and np.isfinite(total[0, 0]) and np.isnan(total[0, 1])
+
+
+def one_device(hidden_BTD, rows_VD, origin_BT, end_1, *, largest, padded, interpret):
     """What the kernel leaves on a device, in jnp (Pallas' interpreter runs on one device only)."""
     tiles = []
     for first in range(0, rows_VD.shape[0], mosaic_gpu.ROWS):
@@ -73,7 +87,7 @@ def one_device(hidden_BTD, rows_VD, origin_BT, end_1, *, largest, interpret):
         top = jnp.einsum("btd,vd->btv", hidden_BTD, part, preferred_element_type=jnp.float32).max(-1)
         tiles.append((weights, total, top, best + first))
     weights, *partial = zip(*tiles)
-    assert end_1[0].shape == ()
+    assert end_1.shape == (1,) and not padded
     return jnp.concatenate(weights, -1), *(jnp.stack(x, -1) for x in partial)
 
 
@@ -91,6 +105,22 @@ def test_spread_over_a_mesh(shape, monkeypatch):
         ours = jax.jit(functools.partial(mosaic_gpu.head_softmax, **how))(*args)
     compare(jax.device_get(ours), ref.head_softmax(hidden, rows, origin, **how))
     assert (np.asarray(ours[2]) != 1000).all() and (np.asarray(ours[2]) == 3).any()
+
+
+@pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="the kernel serves jax 0.11 and newer")
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_loss_on_a_hopper_runs_the_kernel(shape, dtype, monkeypatch):
+    """Lowered for a GPU, on one device and on a mesh; in fp32 the reference stays."""
+    monkeypatch.setattr(mosaic_gpu, "_hopper", lambda: True)
+    mesh = make_mesh(MeshConfig(*shape), jax.devices()[: math.prod(shape)])
+    at = lambda size, dtype, *spec: jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, P(*spec)))  # noqa: E731
+    rows = ("data", "fsdp")
+    args = at((8, 256, 64), dtype, rows), at((1024, 64), dtype, "tensor", "fsdp"), at((8, 256), jnp.int32, rows)
+    with jax.set_mesh(mesh):
+        gradient = jax.grad(lambda hidden, head, labels: cross_entropy(hidden, head, labels, 1024, 256)[0].sum())
+        lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("custom_call @mosaic_gpu" in lowered) == (dtype == jnp.bfloat16)
 
 
 def test_explicit_choice_never_falls_back():

@@ -13,6 +13,7 @@ import tiny
 from chats import ENDLESS, PLAIN, THINKING, assistant, make_tokenizer, user, write_chat_target, write_jsonl
 from safetensors.numpy import load_file
 
+from dspine_jax import memory
 from dspine_jax.chat import TEMPLATE_MODES, chat_ids, load_tokenizer, render_chat
 from dspine_jax.generation import Generation, generate_batches
 from dspine_jax.sampling import SamplingConfig
@@ -358,6 +359,26 @@ def test_text_depends_on_neither_batch_nor_interruption(written, targets, prompt
     assert DatasetFolder(folder).manifest == DatasetFolder(written).manifest
 
 
+def test_answers_that_are_only_begun_are_not_taken(written, targets, prompts, tmp_path, monkeypatch, capfd):
+    """Ctrl-C in the third call of the device, with rows at work: what is finished is kept, and the same command gives the same files."""
+    real, calls = Decoder.run, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    folder = tmp_path / "set"
+    command = (prompts, "--target", targets["plain"], "--output", folder, *WRITING, "--seed", 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "run", interrupted)
+        assert run(*command) == 130
+    kept = int(capfd.readouterr().err.partition("interrupted: ")[2].split()[0])
+    assert 0 < kept < 5
+    assert run(*command) == 0 and tiny.fingerprints(folder) == tiny.fingerprints(written) | {"manifest.json": tiny.fingerprints(folder)["manifest.json"]}
+
+
 def test_other_settings_do_not_go_on(targets, prompts, tmp_path, capfd):
     folder = tmp_path / "set"
     command = (prompts, "--target", targets["plain"], "--output", folder, "--keep-answers")
@@ -565,6 +586,18 @@ def test_needs_are_printed_and_a_full_disk_is_refused(targets, prompts, tmp_path
         out, error = capfd.readouterr()
         assert f"disk: {prepare.size_text(need['arrays'])} for the dataset" in out and "memory: weights" in out
         assert ("smaller --max-length" in error) == (code == 2) and not (tmp_path / "a").exists()
+
+
+def test_the_device_decides_how_many_answers_are_written_together(targets, prompts, tmp_path, monkeypatch, capfd):
+    """What it can hold beside the weights, and no more than there are to write; a number given wins."""
+    asked = []
+    monkeypatch.setattr(memory, "default_batch_size", lambda row, yet_to_load: asked.append((row, yet_to_load)) or 4)
+    command = (prompts, "--target", targets["plain"], "--output", tmp_path / "set", "--dtype", "float32", "--dry-run")
+    for options, chosen in (((), 4), (("--limit", 3), 3), (("--batch-size", 5), 5), (("--limit", 1, "--self-prompts", 2, "--max-prompt-tokens", 20), 2)):
+        assert run(*command, *options) == 0
+        assert f"for {chosen} answers at a time (--batch-size)" in capfd.readouterr().out
+    sizes = prepare.needs(read_target_config(targets["plain"]), 6, prepare.parse_args([str(x) for x in (*command, "--batch-size", 1)]))
+    assert len(asked) == 3 and {size for _, size in asked} == {sizes["weights"]} and asked[0][0] > sizes["cache"] / 2
 
 
 def test_journal_fits_its_estimate(targets, prompts, tmp_path, monkeypatch):

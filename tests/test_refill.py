@@ -1,4 +1,4 @@
-"""Continuous refill: texts are those of ``generate`` however rows are refilled; queues, limits, errors, interruption; memory and programs."""
+"""Continuous refill: texts are those of ``generate`` however rows are refilled; queues, limits, errors, interruption; programs."""
 
 import json
 
@@ -11,11 +11,12 @@ from flax import nnx
 
 from dspine_jax import speculative
 from dspine_jax.drafter import Drafter
-from dspine_jax.generation import generate_batches
-from dspine_jax.refill import Request, answer_stream, cache_rows, group_size
+from dspine_jax.generation import FetchedRows, bucket, generate_batches
+from dspine_jax.refill import Request, answer_prompts, answer_stream, cache_rows, group_size, text_limit, warm_up
 from dspine_jax.sampling import SamplingConfig
 from dspine_jax.speculative import Decoder, DecodeSettings
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 ENDS = (5, 6, 7)
 LAWS = {"greedy": SamplingConfig(0.0), "sampled": SamplingConfig(0.7), "nucleus": SamplingConfig(0.7, 20, 0.95)}
 LIMIT, MAX_LENGTH = 24, 128
@@ -70,18 +71,36 @@ def test_texts_are_those_of_generate(decoders, prompts, expected, law):
             assert [found[i] for i in range(len(prompts))] == expected[law], options
 
 
+@pytest.fixture(scope="module")
+def drafters(target):
+    made = {}
+    for method in tiny.METHODS:
+        made[method] = Drafter(tiny.train_config(method, drafter={"block_size": 4}).drafter.resolve(target.config), rngs=nnx.Rngs(4))
+        tiny.randomise(made[method], 5)
+    made["dspine"].transfer.basis.set_value(jnp.asarray(np.random.default_rng(6).normal(size=(64, 16)), jnp.float32))
+    return made
+
+
 @pytest.mark.parametrize("method", tiny.METHODS)
-def test_a_drafter_may_help(target, prompts, expected, method):
+def test_a_drafter_may_help(target, drafters, prompts, expected, method):
     """Greedy text is plain greedy's, and rounds are those of the same drafter in ``generate``."""
-    drafter = Drafter(tiny.train_config(method, drafter={"block_size": 4}).drafter.resolve(target.config), rngs=nnx.Rngs(4))
-    tiny.randomise(drafter, 5)
-    if method == "dspine":
-        drafter.transfer.basis.set_value(jnp.asarray(np.random.default_rng(6).normal(size=(64, 16)), jnp.float32))
-    decoder = Decoder(target, drafter, DecodeSettings(3, stop_ids=ENDS))
+    decoder = Decoder(target, drafters[method], DecodeSettings(3, stop_ids=ENDS))
     found = texts(decoder, requests(prompts[:12]), batch_size=3)
     assert [found[i].tokens for i in range(12)] == [answer.tokens for answer in expected["greedy"][:12]]
     (alone,) = generate_batches(decoder, prompts[:12], 12, max_new_tokens=LIMIT, seed=3)
     assert [found[i] for i in range(12)] == alone
+
+
+@pytest.mark.parametrize(("method", "policy"), [("dflash", "own"), ("dspine", "tail_mixed")])
+def test_sampled_texts_of_a_list_are_those_of_generate(target, drafters, prompts, method, policy):
+    """Text, rounds and reason by key and prompt, whatever rows they meet in, with drafts of one law and of another."""
+    prompts = [prompt for prompt in prompts if len(prompt) <= 64]
+    decoder = Decoder(target, drafters[method], DecodeSettings(3, SamplingConfig(0.7, 0, 0.95), policy, ENDS))
+    options = dict(max_new_tokens=LIMIT, max_length=MAX_LENGTH, seed=3)
+    expected = [answer for batch in generate_batches(decoder, prompts[:12], 12, **options) for answer in batch]
+    found = list(answer_prompts(decoder, prompts[:12], batch_size=3, **options))
+    assert [i for i, _ in found] != sorted(i for i, _ in found) and len(found) == 12  # in the order in which they finish
+    assert [answer for _, answer in sorted(found, key=lambda pair: pair[0])] == expected
 
 
 def test_small_queues(decoders, prompts, expected):
@@ -132,22 +151,32 @@ def test_requests_without_a_place_are_refused(decoders, prompts, expected):
     assert 0 < len(found) < 20 and all(expected["greedy"][i] == answer for i, answer in found.items())
 
 
-def test_an_interruption_leaves_what_is_finished(decoders, prompts, expected, monkeypatch):
-    """Ctrl-C while the device is sent off a third time: rows that were finished by then are handed on before it is."""
-    run, calls = Decoder.run, []
+@pytest.mark.parametrize("when", ["before a call", "in a call", "while waiting"])
+def test_an_interruption_leaves_what_there_is(when, decoders, prompts, expected, monkeypatch):
+    """Ctrl-C: what the device has finished by then is handed on whole, then what it has begun; in a call the buffers are gone, and with them the begun."""
+    owner, name = (FetchedRows, "of") if when == "while waiting" else (Decoder, "run")
+    real, calls = getattr(owner, name), []
 
-    def interrupted(self, *args, **kwargs):
+    def interrupted(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == 6 and when != "in a call":
             raise KeyboardInterrupt
-        return run(self, *args, **kwargs)
+        answer = real(*args, **kwargs)
+        if len(calls) == 6 and when == "in a call":
+            raise KeyboardInterrupt
+        return answer
 
-    monkeypatch.setattr(Decoder, "run", interrupted)
-    found = {}
+    monkeypatch.setattr(owner, name, interrupted)
+    found = []
     with pytest.raises(KeyboardInterrupt):
-        for request, answer in stream(decoders["greedy"], requests(prompts)):
-            found[request.owner] = answer
-    assert len(found) >= 8 and all(expected["greedy"][i] == answer for i, answer in found.items())
+        for request, answer in stream(decoders["greedy"], requests(prompts), rounds_per_call=5):
+            found.append((request.owner, answer))
+    whole = {i: answer for i, answer in found if answer.finish_reason != "unfinished"}
+    begun = {i: answer for i, answer in found if answer.finish_reason == "unfinished"}
+    assert len(found) == len(whole) + len(begun) and list(whole) == [i for i, _ in found][: len(whole)]
+    assert len(whole) > 3 and all(expected["greedy"][i] == answer for i, answer in whole.items())
+    assert all(expected["greedy"][i].tokens[: len(answer.tokens)] == answer.tokens != [] for i, answer in begun.items())
+    assert bool(begun) == (when != "in a call")
 
 
 def test_the_device_works_while_answers_are_taken(decoders, prompts, monkeypatch):
@@ -170,6 +199,36 @@ def test_few_programs(target, prompts):
         assert speculative._run_rounds._cache_size() - before[1] <= 2
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_list_is_compiled_ahead(target, drafters, drafts):
+    """K11: 20 prompts of 20 lengths in 3 buckets take 3 programs that start rows and one that decodes; the run itself, and a second one, take none."""
+    lengths = np.random.default_rng(1).permutation([*range(1, 40, 6), *range(66, 128, 10), *range(130, 256, 20)])[:20].tolist()
+    assert len(set(lengths)) == 20 and {bucket(length) for length in lengths} == {64, 128, 256}
+    decoder = Decoder(target, drafters["dspine"] if drafts else None, DecodeSettings(drafts, stop_ids=(11,)))
+    asked, sizes = tiny.prompts(lengths), dict(batch_size=4, max_new_tokens=8, max_length=512)
+    programs = lambda: (speculative._refill._cache_size(), speculative._run_rounds._cache_size(), speculative._idle._cache_size())  # noqa: E731
+    before = programs()
+    warm_up(decoder, asked, **sizes)
+    compiled = programs()
+    assert [now - then for now, then in zip(compiled, before)] == [3, 1, 1]
+    for order in (asked, asked[::-1]):
+        assert len(dict(answer_prompts(decoder, order, **sizes))) == 20
+        assert programs() == compiled
+
+
+def test_reads_follow_the_longest_prompt_so_far(target):
+    """One long prompt at the end of a list does not make the others read caches of its length; both widths are compiled ahead."""
+    decoder = Decoder(target, None, DecodeSettings(0, stop_ids=(12,)))
+    asked, sizes = tiny.prompts([5, 9, 20, 7, 30, 8, 4, 6, 11, 12, 400]), dict(batch_size=2, max_new_tokens=8, max_length=512)
+    widths, run = [], Decoder.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "run", lambda self, *args, width, **kwargs: widths.append(width) or run(self, *args, width=width, **kwargs))
+        warm_up(decoder, asked, **sizes)
+        ahead, widths[:] = sorted(widths), []
+        assert len(dict(answer_prompts(decoder, asked, **sizes))) == 11
+    assert ahead == [64, 512] == sorted(set(widths)) and widths == sorted(widths)
+
+
 def test_prompts_of_like_length_start_together(decoders, prompts, monkeypatch):
     """Fewer columns are computed than if groups were as they come."""
     refill, widths = Decoder.refill, []
@@ -180,24 +239,10 @@ def test_prompts_of_like_length_start_together(decoders, prompts, monkeypatch):
     assert columns < 0.8 * as_they_come
 
 
-def test_a_refill_and_a_call_need_less_memory_than_one_cache():
-    """Rows are put into the caller's buffers, a call reads a part of the cache: no copy of it is among the temporaries."""
-    target = tiny.tiny_target(num_layers=6)
-    decoder = Decoder(target, None, DecodeSettings(0, SamplingConfig(0.7, 0, 0.95)))
-    shape, batch, n = jax.ShapeDtypeStruct, 64, 2
-    state = jax.eval_shape(lambda: speculative.idle(None, target, batch, 1024, 64, decoder.settings))
-    keys, ints = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), n)), shape((n,), jnp.int32)
-    cache = sum(x.size * x.dtype.itemsize for x in (*state.target_cache.keys, *state.target_cache.values))
-    run = speculative._run_rounds.lower(None, decoder._target_state, state, shape((), jnp.int32), width=256, **decoder._static)
-    refill = speculative._refill.lower(None, decoder._target_state, state, ints, shape((n, 64), jnp.int32), ints, ints, keys, **decoder._static)
-    for lowered in (run, refill):
-        memory = lowered.compile().memory_analysis()
-        assert memory.temp_size_in_bytes < cache / 3 and cache <= memory.alias_size_in_bytes
-
-
 def test_sizes():
     assert [cache_rows(n) for n in (1, 64, 65, 512)] == [64, 64, 128, 512]
     assert [group_size(n) for n in (1, 16, 17, 1024)] == [1, 1, 2, 64]
+    assert [text_limit(n, 100, 512) for n in (5, 65, 300)] == [164, 228, 512]
 
 
 def test_rows_dropped_by_an_insert_change_nothing(target, prompts):
@@ -210,6 +255,18 @@ def test_rows_dropped_by_an_insert_change_nothing(target, prompts):
     assert state.finished_B.tolist() == [True, True, False, True] and state.limit_B.tolist() == [0, 0, 5, 0]
     assert state.target_cache.lengths_B.tolist() == [0, 0, 3, 0]
     assert np.asarray(state.target_cache.keys[0]).any(axis=(1, 2, 3)).tolist() == [False, False, True, False]
+
+
+def test_a_call_ends_when_enough_rows_are_finished(target):
+    """Rows at work lose nothing by it, and their neighbours do not wait."""
+    decoder = Decoder(target, None, DecodeSettings(0))
+    limits, key_n = np.asarray([3, 9, 5, 7], np.int32), jax.random.split(jax.random.key(1), 4)
+    state = decoder.idle(4, capacity=64, room=64)
+    state = decoder.refill(state, np.arange(4, dtype=np.int32), np.full((4, 64), 9, np.int32), np.full(4, 3, np.int32), limits, key_n)
+    for enough, max_rounds, rounds in ((2, 100, [2, 4, 4, 4]), (4, 1, [2, 5, 4, 5]), (1, 100, [2, 5, 4, 5]), (4, 100, [2, 8, 4, 6])):
+        state = decoder.run(state, max_rounds, enough=enough)
+        assert state.rounds_B.tolist() == rounds
+    assert state.count_B.tolist() == limits.tolist()
 
 
 def test_benchmark_prints_one_line(tmp_path, target, prompts, capsys):

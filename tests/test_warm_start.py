@@ -29,13 +29,7 @@ from train.main import main
 from train.step import abstract_state, step_anchors
 from train.warm_start import load_start
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """XLA without its slow passes: what is compiled here runs for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 class Started(Exception):

@@ -40,7 +40,10 @@ def finished_answers(decoder, next_request: Callable[[], object], args: argparse
     """(request, answer) as they finish; requests may arise from answers that were yielded (``dspine_jax.refill``)."""
     from dspine_jax.refill import answer_stream
 
-    return answer_stream(decoder, next_request, batch_size=batch_size, max_length=max_length, max_new_tokens=most_new_tokens, seed=args.seed)
+    sizes = dict(batch_size=batch_size, max_length=max_length, max_new_tokens=most_new_tokens)
+    for request, answer in answer_stream(decoder, next_request, seed=args.seed, **sizes):
+        if answer.finish_reason != "unfinished":  # a run that is interrupted writes those anew
+            yield request, answer
 
 
 class Dialogue:

@@ -13,8 +13,6 @@ import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-GIB = 2**30
-
 
 def average_metrics(window: list[dict[str, tuple[Any, Any]]]) -> dict[str, float]:
     """Sums over sums of (sum, weight) pairs of several steps; per-slot pairs become '<name>/slot07'.
@@ -34,12 +32,6 @@ def average_metrics(window: list[dict[str, tuple[Any, Any]]]) -> dict[str, float
             if w:
                 scalars[slot] = float(v / w)
     return scalars
-
-
-def peak_memory_gib() -> float | None:
-    """Peak device memory of the first local device in GiB, or None where the backend does not tell (CPU)."""
-    stats = jax.local_devices()[0].memory_stats()
-    return stats["peak_bytes_in_use"] / GIB if stats and "peak_bytes_in_use" in stats else None
 
 
 class RunLog:

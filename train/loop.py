@@ -22,10 +22,11 @@ from dspine_jax.sharding import assert_shardings, batch_sharding, check_batch, m
 from dspine_jax.target import Target
 from dspine_jax.target_io import load_target, read_target_config
 from dspine_jax.transfer import build_transfer_space
+from serve.environment import GIB, peak_memory_gib
 from train.chat_rows import check_template_mode
 from train.checkpoint import Checkpointer
 from train.data import DatasetFolder, make_iterator, rows_holding, token_frequencies
-from train.log import GIB, RunLog, average_metrics, peak_memory_gib
+from train.log import RunLog, average_metrics
 from train.step import TrainState, abstract_state, initial_state, make_train_step
 from train.warm_start import load_start
 

@@ -33,7 +33,7 @@ EPILOG = """examples:
 The same command goes on where it was interrupted. Rows are padded, never packed (docs/data.md)."""
 
 # Options that only writing uses; their defaults are filled in after parsing, so that one given in vain is refused.
-SAMPLING = {"temperature": 0.7, "top_p": 0.95, "top_k": 0, "seed": 0, "max_new_tokens": 256, "batch_size": 32, "dtype": "bfloat16"}
+SAMPLING = {"temperature": 0.7, "top_p": 0.95, "top_k": 0, "seed": 0, "max_new_tokens": 256, "batch_size": None, "dtype": "bfloat16"}
 SELF_PROMPTS = {"prompt_temperature": 1.0, "max_prompt_tokens": 128}
 SHOWN_PER_REASON = 3
 
@@ -64,7 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     writing.add_argument("--top-k", type=int, help="0 is off (default)")
     writing.add_argument("--seed", type=int, help="default 0")
     writing.add_argument("--max-new-tokens", type=int, help="tokens of an answer (default 256)")
-    writing.add_argument("--batch-size", type=int, help="answers written together (default 32); in float32 it does not change the text")
+    batch_help = "answers written together (default: as many as fit the device, up to 1024; 32 on a CPU); in float32 it does not change the text"
+    writing.add_argument("--batch-size", type=int, help=batch_help)
     writing.add_argument("--dtype", choices=("bfloat16", "float32"), help="compute precision (default bfloat16)")
     prompts = parser.add_argument_group("prompts written by the target")
     prompts.add_argument("--self-prompts", type=int, metavar="N", help="let the target write N prompts; doubles, empty and unfinished ones are left out")
@@ -87,7 +88,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for options, needed, has in ((SAMPLING, "without --keep-answers", not args.keep_answers), (SELF_PROMPTS, "with --self-prompts", own)):
         for name, default in options.items():
             if getattr(args, name) is None:
-                setattr(args, name, default)
+                setattr(args, name, default)  # None for the batch size: the device decides
             elif not has:
                 parser.error(f"--{name.replace('_', '-')} has an effect only {needed}; leave it out")
     for name, least in (("max_length", 2), ("limit", 1), ("max_new_tokens", 1), ("batch_size", 1), ("self_prompts", 1), ("max_prompt_tokens", 1)):
@@ -217,25 +218,34 @@ def count_rows(conversations: list[Conversation], args: argparse.Namespace) -> i
 
 def needs(config, rows: int, args: argparse.Namespace) -> dict[str, int]:
     """Bytes, at most: ``arrays`` and ``journal`` on disk; ``weights``, ``cache`` and ``logits`` where the target runs (0 where answers are kept)."""
-    import jax
-    from flax import nnx
-
-    from dspine_jax.refill import cache_rows, group_size
-    from dspine_jax.target import Target
+    from dspine_jax.memory import cache_bytes, weight_bytes
+    from dspine_jax.refill import group_size
 
     id_size = 2 if config.vocab_size <= 2**16 else 4
     sizes = {"arrays": rows * (args.max_length * (id_size + 1) + 4), "journal": rows * (args.max_length * 16 // 3 + 200), "weights": 0, "cache": 0, "logits": 0}
     if not args.keep_answers:
-        size = 2 if args.dtype == "bfloat16" else 4
-        shapes = jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0))), nnx.Param))
-        sizes["weights"] = size * sum(leaf.size for leaf in shapes)
-        rows = (args.batch_size + group_size(args.batch_size)) * cache_rows(max(args.max_length, args.max_prompt_tokens if args.self_prompts else 1))
-        sizes["cache"] = 2 * config.num_layers * rows * config.num_kv_heads * config.head_dim * size
+        sizes["weights"] = weight_bytes(config, args.dtype)
+        sizes["cache"] = (args.batch_size + group_size(args.batch_size)) * cache_bytes(config, most_cache_rows(args), args.dtype)
         sizes["logits"] = 4 * args.batch_size * config.vocab_size
     return sizes
 
 
-def check_disk(sizes: dict[str, int], folder: Path, already: int) -> None:
+def most_cache_rows(args: argparse.Namespace) -> int:
+    """Rows of the longest cache that is made."""
+    from dspine_jax.refill import cache_rows
+
+    return cache_rows(max(args.max_length, args.max_prompt_tokens if args.self_prompts else 1))
+
+
+def choose_batch_size(config, most: int, args: argparse.Namespace) -> int:
+    """As many answers together as the device holds, but not more than there are to write."""
+    from dspine_jax.memory import default_batch_size, row_bytes, weight_bytes
+
+    row = row_bytes(config, None, 0, most_cache_rows(args), args.dtype)
+    return max(1, min(default_batch_size(row, yet_to_load=weight_bytes(config, args.dtype)), most))
+
+
+def check_disk(sizes: dict[str, int], folder: Path, already: int, batch_size: int | None) -> None:
     """Print the needs. Raises ValueError when the disk of ``folder`` lacks room; ``already`` bytes of the journal are there."""
     place = folder.absolute()
     while not place.exists():
@@ -243,7 +253,8 @@ def check_disk(sizes: dict[str, int], folder: Path, already: int) -> None:
     free, wanted = shutil.disk_usage(place).free, sizes["arrays"] + max(0, sizes["journal"] - already)
     print(f"disk: {size_text(sizes['arrays'])} for the dataset at most, {size_text(sizes['journal'])} for the journal meanwhile; {size_text(free)} free")
     if sizes["weights"]:
-        print(f"memory: weights {size_text(sizes['weights'])}, KV cache {size_text(sizes['cache'])} for the batch, logits {size_text(sizes['logits'])}")
+        cache = f"KV cache {size_text(sizes['cache'])} for {batch_size:,} answers at a time (--batch-size)"
+        print(f"memory: weights {size_text(sizes['weights'])}, {cache}, logits {size_text(sizes['logits'])}")
     if wanted > free:
         mend = "use fewer rows, a smaller --max-length, or another disk"
         raise ValueError(f"{folder}: {size_text(wanted)} are needed but the disk has {size_text(free)} free; {mend}")
@@ -290,7 +301,9 @@ def run(args: argparse.Namespace) -> None:
         refuse_overwrite(args.output, args.overwrite or only_journal(args.output))
     skips, seen = Skips(args.strict), set()
     conversations, rows_read = read_conversations(args, encoder, skips, seen)
-    check_disk(needs(config, count_rows(conversations, args), args), args.output, journal.size)
+    if not args.keep_answers and args.batch_size is None:
+        args.batch_size = choose_batch_size(config, max(len(conversations), args.self_prompts or 0), args)
+    check_disk(needs(config, count_rows(conversations, args), args), args.output, journal.size, args.batch_size)
     if args.dry_run:
         skips.summarise()
         print(f"{len(conversations):,} of {rows_read:,} rows can be used; left out: {listing(skips.counts)}")
@@ -459,7 +472,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        from dspine_jax.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
             raise
         print(f"error: out of memory; --batch-size {args.batch_size} is too many, the same command with fewer goes on: {error}", file=sys.stderr)
         return 2

@@ -49,18 +49,15 @@ def synthetic_batches(config, vocab_size: int, width: int) -> list[dict]:
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """Build, compile, time, trace. -> the figures. Raises ValueError or OSError for bad input."""
+    """Build the step of the config on its target and time it. -> the figures. Raises ValueError or OSError for bad input."""
     import jax
     import numpy as np
-    from flax import nnx
 
     from dspine_jax.config_io import apply_overrides, load_config
-    from dspine_jax.sharding import batch_sharding, check_batch, make_mesh
+    from dspine_jax.sharding import check_batch, make_mesh
     from dspine_jax.target_io import read_target_config
-    from serve.environment import environment
-    from train.log import peak_memory_gib
     from train.loop import load_sharded_target, with_transfer_space
-    from train.step import abstract_state, initial_state, make_train_step
+    from train.step import initial_state
 
     config = apply_overrides(load_config(args.config), args.set)
     mesh = make_mesh(config.mesh)
@@ -68,43 +65,61 @@ def measure(args: argparse.Namespace) -> dict:
     target_config = read_target_config(config.target)
     config = dataclasses.replace(config, drafter=config.drafter.resolve(target_config))
     with jax.set_mesh(mesh):
-        graphdef, _ = abstract_state(config)
         target = load_sharded_target(config, target_config, mesh)
         state = initial_state(config, mesh)
         if config.drafter.injection is not None:
             state = with_transfer_space(state, target, np.ones(target_config.vocab_size), config)
-        step, target_state = make_train_step(config, mesh, graphdef, target), nnx.split(target)[1]
-        rows = synthetic_batches(config, target_config.num_tokens, args.width)
-        batches = [{name: jax.device_put(x, batch_sharding(mesh)) for name, x in batch.items()} for batch in rows]
+        return time_step(config, mesh, target, state, width=args.width, steps=args.steps, repeats=args.repeats, trace=args.trace)
+
+
+def time_step(config, mesh, target, state, *, width: int, steps: int, repeats: int, trace: Path | None = None) -> dict:
+    """Compile the step, time it, trace it. -> the figures; the state is used up.
+
+    ``config`` resolved; ``target`` and ``state`` (train.step.TrainState) laid out on ``mesh``, which is the current one.
+    """
+    import jax
+    from flax import nnx
+
+    from dspine_jax.sharding import batch_sharding
+    from serve.environment import environment, peak_memory_gib
+    from train.step import abstract_state, make_train_step
+
+    step, target_state = make_train_step(config, mesh, abstract_state(config)[0], target), nnx.split(target)[1]
+    rows = synthetic_batches(config, target.config.num_tokens, width)
+    batches = [{name: jax.device_put(x, batch_sharding(mesh)) for name, x in batch.items()} for batch in rows]
+    begin = time.perf_counter()
+    compiled = step.lower(state, target_state, batches[0]).compile()
+    compile_s = time.perf_counter() - begin
+
+    def run(count: int):
+        nonlocal state
+        for i in range(count):
+            state, metrics = compiled(state, target_state, batches[i % BATCHES])
+        jax.block_until_ready(state)
+        return metrics
+
+    metrics, seconds = run(steps), []
+    for _ in range(repeats):
         begin = time.perf_counter()
-        compiled = step.lower(state, target_state, batches[0]).compile()
-        compile_s = time.perf_counter() - begin
+        metrics = run(steps)
+        seconds.append((time.perf_counter() - begin) / steps)
+    memory = compiled.memory_analysis()
+    report = {
+        "method": config.drafter.method, **timing(seconds, config.data.batch_size * width), "loss": float(metrics["loss/total"][0]), "compile_s": compile_s,
+        "peak_gib": peak_memory_gib(), "temporaries_gib": memory.temp_size_in_bytes / 2**30 if memory else None, "environment": environment(),
+    }  # fmt: skip
+    if trace:
+        jax.profiler.start_trace(str(trace))
+        run(TRACED_STEPS)
+        jax.profiler.stop_trace()
+        report["device_ms_by_source"], report["device_ms_by_kernel"] = device_time(trace, compiled.as_text())
+    return report
 
-        def run(count: int):
-            nonlocal state
-            for i in range(count):
-                state, metrics = compiled(state, target_state, batches[i % BATCHES])
-            jax.block_until_ready(state)
-            return metrics
 
-        metrics, seconds = run(args.steps), []
-        for _ in range(args.repeats):
-            begin = time.perf_counter()
-            metrics = run(args.steps)
-            seconds.append((time.perf_counter() - begin) / args.steps)
-        memory = compiled.memory_analysis()
-        median = statistics.median(seconds)
-        report = {
-            "method": config.drafter.method, "step_ms": 1e3 * median, "spread_ms": [1e3 * min(seconds), 1e3 * max(seconds)],
-            "tokens_per_s": config.data.batch_size * args.width / median, "loss": float(metrics["loss/total"][0]), "compile_s": compile_s,
-            "peak_gib": peak_memory_gib(), "temporaries_gib": memory.temp_size_in_bytes / 2**30 if memory else None, "environment": environment(),
-        }  # fmt: skip
-        if args.trace:
-            jax.profiler.start_trace(str(args.trace))
-            run(TRACED_STEPS)
-            jax.profiler.stop_trace()
-            report["device_ms_by_source"], report["device_ms_by_kernel"] = device_time(args.trace, compiled.as_text())
-        return report
+def timing(seconds: list[float], tokens: int) -> dict:
+    """Figures of timings of one step of ``tokens`` tokens: {"step_ms" (median), "spread_ms" [least, most], "tokens_per_s"}."""
+    median = statistics.median(seconds)
+    return {"step_ms": 1e3 * median, "spread_ms": [1e3 * min(seconds), 1e3 * max(seconds)], "tokens_per_s": tokens / median}
 
 
 def source_lines(hlo: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ import functools
 import jax
 
 from pallas_kernels.block_attention import ref
+from pallas_kernels.dispatch import gpu_or_reference
 
 __all__ = ["block_attention"]
 
@@ -36,17 +37,12 @@ def block_attention(
     from pallas_kernels.block_attention import pallas_gpu
 
     arrays = q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC
-    reference = functools.partial(ref.block_attention, causal=causal)
-    kernel = functools.partial(pallas_gpu.block_attention, causal=causal)
-    if implementation == "xla":
-        return reference(*arrays, context_len_BN)
-    reason = pallas_gpu.unsupported(*arrays)
-    if implementation == "pallas":
-        if reason:
-            raise NotImplementedError(f"block_attention: the kernels do not serve {reason}")
-        return kernel(*arrays, context_len_BN)
-    if implementation is not None:
-        raise ValueError(f"implementation {implementation!r} is none of 'xla', 'pallas'")
-    if reason or q_BNKHC.shape[1] == 1:
-        return reference(*arrays, context_len_BN)
-    return jax.lax.platform_dependent(*arrays, context_len_BN, cuda=kernel, default=reference)
+    return gpu_or_reference(
+        "block_attention",
+        (*arrays, context_len_BN),
+        reference=functools.partial(ref.block_attention, causal=causal),
+        kernel=functools.partial(pallas_gpu.block_attention, causal=causal),
+        reason=pallas_gpu.unsupported(*arrays),
+        implementation=implementation,
+        pays=q_BNKHC.shape[1] > 1,
+    )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from pallas_kernels.cached_attention import ref
+from pallas_kernels.dispatch import gpu_or_reference
 
 __all__ = ["cached_attention"]
 
@@ -22,18 +25,13 @@ def cached_attention(
     """
     from pallas_kernels.cached_attention import pallas_gpu
 
-    reference = lambda *args: ref.cached_attention(*args, width=width)  # noqa: E731
-    args = q_BTHC, keys_BSGC, values_BSGC, start_B
-    if implementation == "xla":
-        return reference(*args)
-    reason = pallas_gpu.unsupported(q_BTHC, keys_BSGC)
-    if implementation == "pallas":
-        if reason:
-            raise NotImplementedError(f"cached_attention: the kernel does not serve {reason}")
-        return pallas_gpu.cached_attention(*args)
-    if implementation is not None:
-        raise ValueError(f"implementation {implementation!r} is none of 'xla', 'pallas'")
-    # A program of the kernel walks over a whole row: with few of them most of the chip would idle.
-    if reason or q_BTHC.shape[1] > 1 or q_BTHC.shape[0] * keys_BSGC.shape[2] < LEAST_PROGRAMS:
-        return reference(*args)
-    return jax.lax.platform_dependent(*args, cuda=pallas_gpu.cached_attention, default=reference)
+    return gpu_or_reference(
+        "cached_attention",
+        (q_BTHC, keys_BSGC, values_BSGC, start_B),
+        reference=functools.partial(ref.cached_attention, width=width),
+        kernel=pallas_gpu.cached_attention,
+        reason=pallas_gpu.unsupported(q_BTHC, keys_BSGC),
+        implementation=implementation,
+        # A program of the kernel walks over a whole row: with few of them most of the chip would idle.
+        pays=q_BTHC.shape[1] == 1 and q_BTHC.shape[0] * keys_BSGC.shape[2] >= LEAST_PROGRAMS,
+    )

@@ -7,6 +7,7 @@ import math
 
 import jax
 
+from pallas_kernels.dispatch import gpu_or_reference
 from pallas_kernels.head_softmax import ref
 from pallas_kernels.mesh import mesh_in_scope
 
@@ -37,16 +38,13 @@ def head_softmax(
     """
     from pallas_kernels.head_softmax import mosaic_gpu
 
-    args = hidden_BTD, rows_VD, origin_BT
-    reference = functools.partial(ref.head_softmax, num_tokens=num_tokens, largest=largest)
-    kernel = functools.partial(mosaic_gpu.head_softmax, num_tokens=num_tokens, largest=largest)
-    if implementation == "xla":
-        return reference(*args)
-    reason = mosaic_gpu.unsupported(hidden_BTD, rows_VD)
-    if implementation == "mosaic_gpu":
-        if reason:
-            raise NotImplementedError(f"head_softmax: the kernel does not serve {reason}")
-        return kernel(*args)
-    if implementation is not None:
-        raise ValueError(f"implementation {implementation!r} is none of 'xla', 'mosaic_gpu'")
-    return reference(*args) if reason else jax.lax.platform_dependent(*args, cuda=kernel, default=reference)
+    options = {"num_tokens": num_tokens, "largest": largest}
+    return gpu_or_reference(
+        "head_softmax",
+        (hidden_BTD, rows_VD, origin_BT),
+        reference=functools.partial(ref.head_softmax, **options),
+        kernel=functools.partial(mosaic_gpu.head_softmax, **options),
+        reason=mosaic_gpu.unsupported(hidden_BTD, rows_VD),
+        implementation=implementation,
+        kind="mosaic_gpu",
+    )

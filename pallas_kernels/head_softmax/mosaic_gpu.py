@@ -57,7 +57,7 @@ def unsupported(hidden_BTD: jax.Array, rows_VD: jax.Array) -> str | None:
     return None if _hopper() else "devices other than NVIDIA's Hopper"
 
 
-def _kernel(hidden_ref, rows_ref, origin_ref, end_ref, weights_ref, total_ref, top_ref, best_ref, *, largest: float):
+def _kernel(hidden_ref, rows_ref, origin_ref, end_ref, weights_ref, total_ref, top_ref, best_ref, *, largest: float, padded: bool):
     """hidden [T,D], rows [V,D], origin [T], end [1] usable rows -> weights [T,V]; total, top, best [vocabulary tiles, T]."""
     (T, D), V = hidden_ref.shape, rows_ref.shape[0]
     swizzled = lambda width: (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))  # noqa: E731
@@ -100,11 +100,11 @@ def _kernel(hidden_ref, rows_ref, origin_ref, end_ref, weights_ref, total_ref, t
                     run(logits_ref)
                     across = lambda x_S: jax.lax.broadcast_in_dim(x_S, (STATES, ROWS), [0])  # noqa: E731
                     id_SR = plgpu.broadcasted_iota(jnp.int32, (STATES, ROWS), 1, layout=plgpu.Layout.WGMMA)
-                    logits_SR = jnp.where(id_SR < end_ref[0] - first_row, logits_ref[...], jnp.float32(MASKED))
+                    logits_SR = logits_ref[...]
+                    if padded:
+                        logits_SR = jnp.where(id_SR < end_ref[0] - first_row, logits_SR, jnp.float32(MASKED))
                     origin_S = plgpu.load(origin_ref.at[states], *WHOLE, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-                    exponent_SR = logits_SR * LOG2_E - across(origin_S * LOG2_E)
-                    # A minimum would hide a NaN from the training step's guard.
-                    weights_SR = jnp.exp2(jnp.where(exponent_SR > largest * LOG2_E, jnp.float32(largest * LOG2_E), exponent_SR))
+                    weights_SR = jnp.exp2(jnp.minimum(logits_SR * LOG2_E - across(origin_S * LOG2_E), jnp.float32(largest * LOG2_E)))
                     top_S, total_S = logits_SR.max(axis=1), weights_SR.sum(axis=1)
                     best_S = jnp.where(logits_SR == across(top_S), id_SR, jnp.int32(LAST_ID - V)).min(axis=1) + first_row
                     rounded_SR = weights_SR.astype(weights_ref.dtype)
@@ -135,12 +135,12 @@ def _programs() -> int:
     return (device.num_cores if device else getattr(jax.devices()[0], "core_count", None)) or 1
 
 
-def _local(hidden_BTD, rows_VD, origin_BT, end_1, *, largest: float, interpret):
+def _local(hidden_BTD, rows_VD, origin_BT, end_1, *, largest: float, padded: bool, interpret):
     """One device's part -> (weights [B,T,V], total, top, best [B,T,vocabulary tiles]); ids count from its own first row."""
     (B, T, D), V = hidden_BTD.shape, rows_VD.shape[0]
     per_tile = lambda dtype: jax.ShapeDtypeStruct((V // ROWS, B * T), dtype)  # noqa: E731
     run = plgpu.kernel(
-        functools.partial(_kernel, largest=largest),
+        functools.partial(_kernel, largest=largest, padded=padded),
         out_type=(jax.ShapeDtypeStruct((B * T, V), hidden_BTD.dtype), per_tile(jnp.float32), per_tile(jnp.float32), per_tile(jnp.int32)),
         grid=(_programs(),),
         grid_names=("program",),
@@ -159,9 +159,8 @@ def head_softmax(hidden_BTD: jax.Array, rows_VD: jax.Array, origin_BT: jax.Array
     ways = 1 if mesh is None else mesh.shape["tensor"]
     first_W = jnp.arange(ways, dtype=jnp.int32) * (V // ways)  # first row of every part of the vocabulary
     states, parts = P(BATCH_AXES, None, None), P(BATCH_AXES, None, "tensor")
-    run = spread(
-        functools.partial(_local, largest=largest, interpret=interpret), mesh, (states, P("tensor", None), P(BATCH_AXES, None), P("tensor")), (parts,) * 4
-    )
+    local = functools.partial(_local, largest=largest, padded=num_tokens < V, interpret=interpret)
+    run = spread(local, mesh, (states, P("tensor", None), P(BATCH_AXES, None), P("tensor")), (parts,) * 4)
     weights_BTV, total_BTW, top_BTW, best_BTW = run(hidden_BTD, rows_VD, origin_BT, jnp.clip(num_tokens - first_W, 0, V // ways))
     winner_BT1 = jnp.argmax(top_BTW, axis=2, keepdims=True)  # the first of equals, thus the lowest ids
     best_BT = jnp.take_along_axis(best_BTW, winner_BT1, axis=2)[..., 0]

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import without_jax_triton
 from pallas_kernels.injection import vjp
 from pallas_kernels.injection.ref import InjectionWeights, unit, write
 from pallas_kernels.injection.ref import injection as _reference
@@ -15,7 +16,6 @@ from pallas_kernels.mesh import mesh_in_scope
 __all__ = ["InjectionWeights", "injection", "unit", "write"]
 
 IMPLEMENTATIONS = ("xla", "pallas", "triton")
-MOST_ROWS = 16  # of a call that takes the GPU kernels by default; larger ones would have to be measured beside XLA's matrix products first
 
 
 def _with_gradient(kernel, eps: float):
@@ -53,29 +53,24 @@ def injection(
     fp32, hidden gate [B,N,K,D] fp32 for redoing the write).
 
     implementation: 'xla', the reference and its autodiff; 'pallas', kernels for one device, by way of Triton on an NVIDIA GPU and of Mosaic on a TPU;
-    'triton', the same for a GPU through jax-triton (both raise NotImplementedError for what they do not serve); or None: on an NVIDIA GPU the Pallas
-    kernels for calls of few rows that they serve, else jnp with a gradient by hand, on any platform and mesh. The TPU kernel has to be asked for: no TPU
-    was there to measure it.
+    'triton', the same for a GPU through jax-triton (both raise NotImplementedError for what they do not serve); or None: jnp with a gradient by hand, on
+    any platform and mesh. Kernels have to be asked for: on an H200 theirs, untuned, was no faster than XLA, and no TPU was there to measure one.
     """
     args = x_BNKD, anchor_feature_BNR, weights
+    if implementation is None:
+        return vjp.injection(*args, eps)
     if implementation == "xla":
         return _reference(*args, eps=eps)
-    if implementation not in (None, *IMPLEMENTATIONS):
+    if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}")
     from pallas_kernels.injection import pallas_gpu, pallas_tpu, triton_gpu
 
     reason = _unsupported(x_BNKD, weights)
     if implementation == "triton":
-        reason = reason or triton_gpu.unavailable()
-    if implementation and reason:
+        reason = reason or without_jax_triton()
+    if reason:
         raise NotImplementedError(f"injection: the kernels do not serve {reason}")
     if implementation == "triton":
         return jax.lax.platform_dependent(*args, cuda=_with_gradient(triton_gpu.injection, eps))
-    gpu = _with_gradient(pallas_gpu.injection, eps)
-    if implementation == "pallas":
-        tpu = {} if pallas_tpu.unsupported(x_BNKD, weights) else {"tpu": _with_gradient(pallas_tpu.injection, eps)}
-        return jax.lax.platform_dependent(*args, cuda=gpu, **tpu)
-    plain = lambda *args: vjp.injection(*args, eps)  # noqa: E731
-    if reason or x_BNKD.size // x_BNKD.shape[-1] > MOST_ROWS:
-        return plain(*args)
-    return jax.lax.platform_dependent(*args, cuda=gpu, default=plain)
+    tpu = {} if pallas_tpu.unsupported(x_BNKD, weights) else {"tpu": _with_gradient(pallas_tpu.injection, eps)}
+    return jax.lax.platform_dependent(*args, cuda=_with_gradient(pallas_gpu.injection, eps), **tpu)

@@ -12,15 +12,6 @@ from pallas_kernels.injection.ref import InjectionWeights
 PREFETCH = True  # the first kernel asks the cache for the second one's weights
 
 
-def unavailable() -> str | None:
-    """Why jax-triton cannot be used here, None if it can."""
-    try:
-        import jax_triton  # noqa: F401
-    except Exception as error:  # a CPU jaxlib makes it fail in several ways, not all of them ImportErrors
-        return f"an environment without jax-triton ({type(error).__name__}: {error})"
-    return None
-
-
 def injection(
     x_BNKD: jax.Array, anchor_feature_BNR: jax.Array, weights: InjectionWeights, *, eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

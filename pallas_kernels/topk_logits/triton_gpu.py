@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dspine_jax.vocabulary import vocabulary_logits
+from pallas_kernels.dispatch import without_jax_triton
 from pallas_kernels.topk_logits import pallas_gpu
 from pallas_kernels.topk_logits.chunks import CHUNK
 
-unsupported = pallas_gpu.unsupported
 LAUNCHES = dict(pallas_gpu.LAUNCHES)
 
 
-def _triton_call():
-    """jax-triton's call. Raises NotImplementedError, saying what to install, where it cannot be imported (a jaxlib without CUDA among others)."""
-    try:
-        return importlib.import_module("jax_triton").triton_call
-    except (ImportError, AttributeError) as error:
-        raise NotImplementedError(
-            f"topk_logits: implementation 'triton' needs jax-triton with triton and a CUDA jaxlib: pip install 'dspine-jax[cuda,triton]' ({error})"
-        ) from error
+def unsupported(hidden: jax.Array, rows_VD: jax.Array, num_candidates: int) -> str | None:
+    """What keeps the kernels from serving these arrays in this environment, None if nothing does."""
+    return pallas_gpu.unsupported(hidden, rows_VD, num_candidates) or without_jax_triton()
 
 
 def topk_logits(
@@ -40,8 +34,11 @@ def topk_logits(
 
     compute_capability: of the GPU to compile for (90 for Hopper), default the first one of this machine.
     """
-    triton_call = functools.partial(_triton_call(), compute_capability=compute_capability)
-    kernels = importlib.import_module("pallas_kernels.topk_logits.triton_kernels")
+    import jax_triton
+
+    from pallas_kernels.topk_logits import triton_kernels as kernels
+
+    triton_call = functools.partial(jax_triton.triton_call, compute_capability=compute_capability)
     shape = jax.ShapeDtypeStruct
     hidden_TD = hidden.reshape(-1, hidden.shape[-1])
     (T, D), V, P = hidden_TD.shape, rows_VD.shape[0], num_candidates

@@ -58,19 +58,9 @@ def transition_table(
     return reference(*arrays) if reason else jax.lax.platform_dependent(*arrays, cuda=on_gpu, default=reference)
 
 
-def by_kernel(
-    kernel,
-    pre_write_BNKD: jax.Array,
-    hidden_gate_BNKD: jax.Array,
-    candidate_ids_BNJP: jax.Array,
-    anchor_feature_BNR: jax.Array,
-    candidate_feature_BNJPR: jax.Array,
-    rows_VD: jax.Array,
-    weights: InjectionWeights,
-    out_norm_D: jax.Array,
-    **options,
-) -> jax.Array:
-    """The table by a kernel over flat predecessors; XLA gathers the candidates' rows."""
+def by_kernel(kernel, *arrays, **options) -> jax.Array:
+    """``transition_table`` of the same arrays by a kernel over flat predecessors; XLA gathers the candidates' rows."""
+    pre_write_BNKD, hidden_gate_BNKD, candidate_ids_BNJP, anchor_feature_BNR, candidate_feature_BNJPR, rows_VD, weights, out_norm_D = arrays
     B, N, J, P = candidate_ids_BNJP.shape
     K, D = pre_write_BNKD.shape[2:]
     flat = lambda x: x.reshape(B * N, K, D)  # noqa: E731
