@@ -268,9 +268,10 @@ class LossConfig:
     The main path is that of the corrected, conditioned or only logits, whichever the drafter drafts from.
     """
 
-    loss_decay_gamma: float = 7.0  # draft j = 0.. weighs exp(-j/gamma)
+    loss_decay_gamma: float = 7.0  # draft j = 0.. weighs exp(-j/gamma) in every term
+    dpace_alpha: float | None = None  # set: D-PACE weights of this alpha (0.5 in its paper) take the place of exp(-j/gamma)
     ce_weight: float = 1.0  # cross-entropy of the main path
-    l1_weight: float = 0.0  # L1 distance of the main path's law from the target's
+    l1_weight: float = 0.0  # L1 distance of the main path's law from the target's; a total variation (half of it) of weight w is l1_weight w/2
     base_weight: float = 0.5  # DSpine, beta: cross-entropy of the base logits beside the conditioned ones
     feature_weight: float = 0.5  # DSpine, lambda: cosine loss of predicted features, mean over injected layers
     selector_weight: float = 1.0  # DFlash2: cross-entropy of the selector among the candidates
@@ -281,6 +282,8 @@ class LossConfig:
 
     def __post_init__(self):
         _require(self.loss_decay_gamma > 0, f"loss.loss_decay_gamma {self.loss_decay_gamma} must be positive")
+        alpha = self.dpace_alpha
+        _require(alpha is None or 0 <= alpha < 1, f"loss.dpace_alpha {alpha} must lie in [0, 1); None keeps the decay of loss.loss_decay_gamma")
         _require(self.vocab_chunk > 0, f"loss.vocab_chunk {self.vocab_chunk} must be positive")
         _require(0 < self.base_decay_fraction <= 1, f"loss.base_decay_fraction {self.base_decay_fraction} must lie in (0, 1]")
         for name in ("ce_weight", "l1_weight", "selector_weight", "confidence_weight"):
@@ -298,6 +301,7 @@ class OptimizerConfig:
     warmup_fraction: float = 0.04
     final_fraction: float = 0.0
     clip_norm: float = 1.0
+    ema_decay: float = 0.0  # d > 0: the mean of the weights after every update, falling by d an update into the past, is exported; 0 exports the last
     on_nonfinite: Literal["skip", "stop"] = "skip"  # a non-finite loss or gradient never changes the state
     max_consecutive_skips: int = 20  # skipping this many steps in a row stops the run
 
@@ -306,7 +310,7 @@ class OptimizerConfig:
         _require(self.clip_norm > 0, f"optimizer.clip_norm {self.clip_norm} must be positive; a large value switches clipping off")
         _require(self.weight_decay >= 0, f"optimizer.weight_decay {self.weight_decay} must not be negative")
         _require(self.max_consecutive_skips >= 1, f"optimizer.max_consecutive_skips {self.max_consecutive_skips} must be at least 1")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "ema_decay"):
             _require(0 <= getattr(self, name) < 1, f"optimizer.{name} {getattr(self, name)} must lie in [0, 1)")
         for name in ("warmup_fraction", "final_fraction"):
             _require(0 <= getattr(self, name) <= 1, f"optimizer.{name} {getattr(self, name)} must lie in [0, 1]")
@@ -344,6 +348,7 @@ class TrainConfig:
     target: str = ""  # HF folder or GGUF file
     init_from: str | None = None  # drafter folder whose weights training starts from; the optimizer starts anew
     steps: int = 1000
+    epochs: int | None = None  # set: so many passes over the data decide the steps, whatever ``steps`` says
     seed: int = 0
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     remat: bool = False  # recompute draft layers in the backward pass instead of keeping activations
@@ -360,6 +365,7 @@ class TrainConfig:
         _require(self.init_from != "", "init_from is empty; give a drafter folder, or init_from=none to start from random weights")
         for name, value in (
             ("steps", self.steps),
+            ("epochs", 1 if self.epochs is None else self.epochs),
             ("data.batch_size", self.data.batch_size),
             ("anchors.num_anchors", self.anchors.num_anchors),
             ("checkpoint.every", self.checkpoint.every),

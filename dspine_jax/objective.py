@@ -10,7 +10,7 @@ from dspine_jax.anchors import Blocks
 from dspine_jax.config import LossConfig
 from dspine_jax.drafter import BlockOutput, Drafter
 from dspine_jax.head_losses import selector_scores, slot_scores
-from dspine_jax.losses import cross_entropy, feature_distance, overlap, slot_weights, weighted_mean
+from dspine_jax.losses import cross_entropy, dpace_weights, feature_distance, overlap, slot_weights, weighted_mean
 from dspine_jax.metrics import simulated_acceptance, slot_accuracy, slot_sums
 from dspine_jax.selection import anchor_features
 from dspine_jax.sequential import SequentialHead, sequential_head, text_codes
@@ -55,6 +55,7 @@ def block_objective(
 ) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
     """Loss of DESIGN 5.6 and BASELINES 3 and 4, and metrics as (sum, weight) pairs. Every mean is sum w x / sum w.
 
+    Slots weigh by the decay of loss_decay_gamma or, where dpace_alpha is set, by D-PACE along the main path; in every term alike.
     The main path, of the logits that the drafter drafts from, costs ce_weight x CE + l1_weight x sum over V of |q - p|, p the target's law.
     DFlash: the main path is all. DSpine: it is conditioned on the true predecessor; + beta x base CE + lambda x mean over injected
     layers of 1 - cos(p_i, T[y_i]); without a redone last write only its base path remains. DFlash2: + selector CE, over the slots
@@ -67,7 +68,6 @@ def block_objective(
     block, _ = run_blocks(drafter, target, row_context(drafter, constrain_batch(jax.lax.stop_gradient(read.tapped_BTE))), blocks, dtype)
     rows_VD, num_tokens, chunk = target.output_embedding_VD, target.config.num_tokens, loss_config.vocab_chunk
     labels_BNJ, mask_BNJ = blocks.labels_BNJ, blocks.eval_mask_BNJ
-    weights_BNJ = slot_weights(mask_BNJ, loss_config.loss_decay_gamma)
     metrics: dict[str, tuple[jax.Array, jax.Array]] = {}
     flat = lambda x: constrain_batch(x.reshape(x.shape[0], -1, *x.shape[3:]))  # noqa: E731
 
@@ -87,6 +87,17 @@ def block_objective(
         ce_BNJ, best_BNJ, distance_BNJ = (None if x is None else x.reshape(labels_BNJ.shape) for x in out)
         return ce_BNJ, best_BNJ == labels_BNJ, distance_BNJ
 
+    hidden_BNJD = block.hidden_BNKD[:, :, config.first_slot :]
+    head = sequential_head(drafter, target)
+    if config.redoes_last_write:
+        main = main_scores(drafter.conditioned(block, anchor_features(drafter, rows_VD, blocks.predecessors_BNJ)))
+    else:
+        main = main_scores(hidden_BNJD, head)
+    if loss_config.dpace_alpha is None:
+        weights_BNJ = slot_weights(mask_BNJ, loss_config.loss_decay_gamma)
+    else:
+        weights_BNJ = dpace_weights(main[0], mask_BNJ, loss_config.dpace_alpha)
+
     def path_loss(name: str, ce_BNJ: jax.Array, correct_BNJ: jax.Array) -> jax.Array:
         loss = weighted_mean(ce_BNJ, weights_BNJ)
         metrics[f"loss/ce_{name}"] = (loss, jnp.float32(1))
@@ -103,17 +114,12 @@ def block_objective(
             loss = loss + loss_config.l1_weight * l1
         return loss
 
-    hidden_BNJD = block.hidden_BNKD[:, :, config.first_slot :]
-    head = sequential_head(drafter, target)
     if config.redoes_last_write:
-        predecessor_BNJR = anchor_features(drafter, rows_VD, blocks.predecessors_BNJ)
-        main = main_scores(drafter.conditioned(block, predecessor_BNJR))
         # The first drafted slot's predecessor is the anchor on both paths: one pass over the vocabulary serves it twice.
         later = scores(hidden_BNJD[:, :, 1:], labels_BNJ[:, :, 1:])
         base = [jnp.concatenate([first[:, :, :1], rest], axis=2) for first, rest in zip(main, later)]
         loss = main_loss("conditioned", *main) + loss_config.base_weight * path_loss("base", *base)
     else:
-        main = main_scores(hidden_BNJD, head)
         loss = main_loss("base" if head is None else "conditioned", *main)
     if config.gru is not None:
         share = jnp.maximum(1.0 - progress / loss_config.base_decay_fraction, 0.0)

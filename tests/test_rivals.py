@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from fixtures.drafter_models import BAR, Reference, random_tokens, reference_of, relative_l2, tiny_drafter, tiny_target
+from fixtures.drafter_models import BAR, Reference, random_tokens, reference_of, relative_l2, tiny_drafter, tiny_target, weights_by_loops
 from flax import nnx
 
 from dspine_jax.anchors import Blocks, make_blocks
@@ -154,6 +154,7 @@ def test_a_sampled_draft_carries_the_law_it_was_drawn_from(name):
 # ---- losses --------------------------------------------------------------------------------------
 
 LOSS = LossConfig(loss_decay_gamma=3.0, ce_weight=0.3, l1_weight=0.9, confidence_weight=0.7, selector_weight=0.6, vocab_chunk=3)
+DPACE = dataclasses.replace(LOSS, dpace_alpha=0.3)
 PROGRESS = 0.25
 
 
@@ -171,12 +172,12 @@ def batch(name: str) -> tuple[np.ndarray, Blocks]:
 
 
 @functools.cache
-def built(name: str):
+def built(name: str, loss_config: LossConfig):
     """(jitted ``(params, blocks) -> ((loss, metrics), gradients)``, params)."""
     graph, params, rest = nnx.split(drafter_of(name), nnx.Param, ...)
     tokens = jnp.asarray(batch(name)[0])
     loss = lambda params, blocks: block_objective(  # noqa: E731
-        nnx.merge(graph, params, rest), target(), tokens, blocks, LOSS, jnp.float32, progress=PROGRESS
+        nnx.merge(graph, params, rest), target(), tokens, blocks, loss_config, jnp.float32, progress=PROGRESS
     )
     return jax.jit(jax.value_and_grad(loss, has_aux=True)), params
 
@@ -189,10 +190,10 @@ def target_read() -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(out[0]), np.asarray(out[1], np.float64)[..., : target().config.num_tokens]
 
 
-def objective_by_loops(reference: Reference, tokens, blocks: Blocks, accepted: dict) -> dict[str, float]:
+def objective_by_loops(reference: Reference, tokens, blocks: Blocks, loss: LossConfig, kept: dict) -> dict[str, float]:
     """The loss of BASELINES 3 and 4, a slot at a time, with all logits of a slot at once.
 
-    ``accepted`` keeps what the confidence is to say from the first call on: no gradient goes through it.
+    ``kept`` holds slot weights and what the confidence is to say from the first call on: no gradient goes through them.
     """
     c, sums = reference.c, dict.fromkeys(("weight", "base", "main", "l1", "bce", "selector", "present"), 0.0)
     cross_entropy = lambda logits, label: np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[label]  # noqa: E731
@@ -203,17 +204,19 @@ def objective_by_loops(reference: Reference, tokens, blocks: Blocks, accepted: d
         hidden = reference.drafting(reference.block(target_read()[0][b], int(tokens[b, anchor]), anchor))
         previous = blocks.predecessors_BNJ[b, n].tolist()
         logits = reference.corrected(hidden, previous)
+        main = [cross_entropy(logits[j], int(blocks.labels_BNJ[b, n, j])) for j in range(len(hidden))]
+        weights = kept.setdefault((b, n), weights_by_loops(loss, main, blocks.eval_mask_BNJ[b, n].tolist()))
         for j, h in enumerate(hidden):
             if not bool(blocks.eval_mask_BNJ[b, n, j]):
                 continue
-            w, label = np.exp(-j / LOSS.loss_decay_gamma), int(blocks.labels_BNJ[b, n, j])
+            w, label = weights[j], int(blocks.labels_BNJ[b, n, j])
             sums["weight"] += w
             sums["base"] += w * cross_entropy(reference.rows @ h, label)
-            sums["main"] += w * cross_entropy(logits[j], label)
+            sums["main"] += w * main[j]
             q, p = softmax(logits[j]), target_read()[1][b, anchor + j]
             sums["l1"] += w * np.abs(q - p).sum()
             if c.confidence:
-                z, share = reference.confidence(h, previous[j]), accepted.setdefault((b, n, j), np.minimum(p, q).sum())
+                z, share = reference.confidence(h, previous[j]), kept.setdefault((b, n, j), np.minimum(p, q).sum())
                 sums["bce"] -= w * (share * np.log(1 / (1 + np.exp(-z))) + (1 - share) * np.log(1 / (1 + np.exp(z))))
             if c.selector is not None:
                 ids, scores = reference.selector_scores(h, previous[j])
@@ -222,11 +225,11 @@ def objective_by_loops(reference: Reference, tokens, blocks: Blocks, accepted: d
                     sums["selector"] += w * cross_entropy(np.array(scores), ids.index(label))
     mean = {name: sums[name] / sums["weight"] for name in ("base", "main", "l1", "bce")}
     mean["selector"] = sums["selector"] / sums["present"] if sums["present"] else 0.0
-    total = LOSS.ce_weight * mean["main"] + LOSS.l1_weight * mean["l1"]
+    total = loss.ce_weight * mean["main"] + loss.l1_weight * mean["l1"]
     if c.gru is not None:
-        share = 1 - PROGRESS / LOSS.base_decay_fraction
+        share = 1 - PROGRESS / loss.base_decay_fraction
         total = (1 - share) * total + share * mean["base"]
-    total += LOSS.confidence_weight * mean["bce"] * c.confidence + LOSS.selector_weight * mean["selector"]
+    total += loss.confidence_weight * mean["bce"] * c.confidence + loss.selector_weight * mean["selector"]
     return mean | {"total": total}
 
 
@@ -239,15 +242,18 @@ def with_a_candidate(name: str, blocks: Blocks) -> Blocks:
     return dataclasses.replace(blocks, labels_BNJ=blocks.labels_BNJ.at[0, 0, 0].set(reference.selector_scores(hidden[0], int(tokens[0, 2]))[0][2]))
 
 
-@pytest.mark.parametrize("name", tiny.RIVALS)
-def test_the_objective_and_its_gradients_equal_the_sum_over_slots(name):
+OBJECTIVES = [(name, LOSS) for name in tiny.RIVALS] + [(name, DPACE) for name in ("dflash2", "dspark", "domino")]
+
+
+@pytest.mark.parametrize("name, loss_config", OBJECTIVES, ids=[f"{name}{' dpace' * (config is DPACE)}" for name, config in OBJECTIVES])
+def test_the_objective_and_its_gradients_equal_the_sum_over_slots(name, loss_config):
     """Every term, and the slope along the gradient of every tensor, in float64 central differences."""
-    run, params = built(name)
+    run, params = built(name, loss_config)
     tokens, blocks = batch(name)
     blocks = with_a_candidate(name, blocks)
     (loss, metrics), gradients = run(params, blocks)
-    reference, accepted = reference_of(drafter_of(name), target()), {}
-    expected = objective_by_loops(reference, tokens, blocks, accepted)
+    reference, kept = reference_of(drafter_of(name), target()), {}
+    expected = objective_by_loops(reference, tokens, blocks, loss_config, kept)
     assert float(loss) == pytest.approx(expected["total"], rel=BAR)
     main = "base" if name == "dflash2" else "conditioned"
     assert float(metrics[f"loss/ce_{main}"][0]) == pytest.approx(expected["main"], rel=BAR)
@@ -260,14 +266,14 @@ def test_the_objective_and_its_gradients_equal_the_sum_over_slots(name):
     rng = np.random.default_rng(6)
     for tensor, gradient in module_to_tensors(nnx.merge(graph, gradients, rest)).items():
         gradient = np.asarray(gradient, np.float64)
-        size, kept = np.linalg.norm(gradient), reference.t[tensor]
+        size, weights = np.linalg.norm(gradient), reference.t[tensor]
         assert size > 1e-6, tensor
         direction = gradient / size + rng.normal(size=gradient.shape) / np.sqrt(gradient.size)
         values = []
         for step in (1e-5, -1e-5):
-            reference.t[tensor] = kept + step * direction
-            values.append(objective_by_loops(reference, tokens, blocks, accepted)["total"])
-        reference.t[tensor] = kept
+            reference.t[tensor] = weights + step * direction
+            values.append(objective_by_loops(reference, tokens, blocks, loss_config, kept)["total"])
+        reference.t[tensor] = weights
         slope = (values[0] - values[1]) / 2e-5
         assert abs(slope - float(np.sum(gradient * direction))) <= 2e-4 * size, (tensor, slope, float(np.sum(gradient * direction)))
 

@@ -176,11 +176,12 @@ def setup(config: TrainConfig, devices: int | list[jax.Device] = 1, target: Targ
     target = tiny_target() if target is None else target
     config = resolved(config, target.config)
     mesh = make_mesh(config.mesh, jax.devices()[:devices] if isinstance(devices, int) else devices)
+    host = _host_state(config, target)
     with jax.set_mesh(mesh):
         target_graph, target_state = nnx.split(target)
         target_state = jax.device_put(target_state, tree_shardings(target_state, mesh))
         graphdef, abstract = abstract_state(config)
-        state = jax.device_put(_host_state(config, target), tree_shardings(abstract, mesh))
+        state = jax.device_put(host, tree_shardings(abstract, mesh))
         target = nnx.merge(target_graph, target_state)
         return Setup(config, mesh, target, target_state, graphdef, state, make_train_step(config, mesh, graphdef, target))
 
@@ -190,7 +191,7 @@ _STATES: dict = {}
 
 def _host_state(config: TrainConfig, target: Target) -> TrainState:
     """Initial state in host memory; kept, because compiling the random draws takes seconds."""
-    key = (config.drafter, config.seed)
+    key = (config.drafter, config.seed, config.optimizer.ema_decay > 0)
     if key not in _STATES:
         state = initial_state(config, make_mesh(MeshConfig(), jax.devices()[:1]))
         if config.drafter.injection is not None:
