@@ -157,14 +157,12 @@ class Evaluation:
 
     def load_drafter(self, folder: Path) -> tuple:
         """(the drafter, what its results depend on). A prompt lookup drafts as many tokens as the drafters named before it, or 15."""
-        from dspine_jax.drafter_io import load_drafter
-        from dspine_jax.prompt_lookup import PromptLookup, PromptLookupConfig
+        from dspine_jax.prompt_lookup import PromptLookup
+        from serve.drafters import open_drafter
 
-        if str(folder) == PromptLookupConfig.method:
-            drafts = [drafter.config.num_draft_tokens for _, _, drafter, _ in self.drafters]
-            lookup = PromptLookup(PromptLookupConfig(drafts[0]) if drafts else PromptLookupConfig())
-            return lookup, repr(lookup.config)
-        return load_drafter(folder, self.config, dtype=self.dtype), content_hash(folder)
+        named_before = self.drafters[0][2].config.num_draft_tokens if self.drafters else None
+        drafter = open_drafter(folder, self.config, dtype=self.dtype, num_draft_tokens=named_before)
+        return drafter, repr(drafter.config) if isinstance(drafter, PromptLookup) else content_hash(folder)
 
     def policies(self, drafter, sampling) -> tuple[str, ...]:
         """The policies a drafter is scored under."""

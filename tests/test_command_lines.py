@@ -506,7 +506,7 @@ def test_ctrl_c_while_loading_is_one_line(files, monkeypatch):
 
 
 @pytest.mark.parametrize("law", ["", "--temperature 1"])
-@pytest.mark.parametrize("drafter", ["", "--drafter {dspine} --no-baseline"])
+@pytest.mark.parametrize("drafter", ["", "--drafter {dspine} --no-baseline", "--drafter prompt-lookup --no-baseline"])
 def test_prompts_of_a_file_are_answered_as_if_alone(law, drafter, files, generated):
     """In the order of the file, for every batch size; the first prompt's text is that of the prompt alone, as both have key 0."""
     text = f"{PLAIN} {law} {drafter}"
@@ -518,6 +518,17 @@ def test_prompts_of_a_file_are_answered_as_if_alone(law, drafter, files, generat
     assert tokens(generated(f"{text} w10")) == tokens(one)[0]
     shown = generated(f"{text} --prompts {{many.jsonl}} --batch-size 3".replace("--json", ""))
     assert shown.out == "".join(text + "\n\n" for text in three.report["text"])
+
+
+def test_a_prompt_lookup_writes_the_text_of_plain_decoding(generated):
+    """Alone and from a file; 15 drafts a round, or as many as are asked for; it has one policy."""
+    for prompts in ("'w10 w20 w10'", "--prompts {many.jsonl} --batch-size 3"):
+        drafted, plain = (generated(f"{PLAIN} --max-new-tokens 40 {drafter} {prompts}") for drafter in ("--drafter prompt-lookup --check", ""))
+        assert drafted.code == 0 and drafted.report["matches_greedy"] and tokens(drafted) == tokens(plain)
+        assert 4 < most_proposed(drafted) <= 15 and drafted.report["tau"] > 1
+    assert most_proposed(generated(f"{PLAIN} --max-new-tokens 40 --drafter prompt-lookup --num-draft-tokens 2 --no-baseline 'w10 w20 w10'")) == 2
+    refused = generated(f"{PLAIN} --temperature 1 --drafter prompt-lookup --policy point_mass w10")
+    assert refused.code == 2 and "policy 'point_mass' cannot be served by a prompt-lookup drafter" in refused.err
 
 
 def test_prompts_of_a_file_have_a_progress_bar_in_a_terminal(files, monkeypatch):
