@@ -509,7 +509,8 @@ def test_every_training_setting_changes_something(field, folders, tmp_path):
         config = dataclasses.replace(config, steps=5, checkpoint=CheckpointConfig(every=1, keep=3))
     changed = apply_overrides(config, [f"{field}={value}", *TOGETHER.get(field, [])])
     assert changed != config
-    extra = {batches: [(folders[1],)] * 2, planned_steps: [(folders[1],)] * 2, files_of_a_run: [(tmp_path / "run a",), (tmp_path / "run b",)]}.get(observe, [(), ()])
+    arguments = {batches: [(folders[1],)] * 2, planned_steps: [(folders[1],)] * 2, files_of_a_run: [(tmp_path / "run a",), (tmp_path / "run b",)]}
+    extra = arguments.get(observe, [(), ()])
     assert observe(config, *extra[0]) != observe(changed, *extra[1])
 
 
