@@ -311,6 +311,8 @@ def test_resolve_refuses(changes, message):
         (lambda: DrafterConfig(injection=InjectionConfig(layers=())), "injection.layers is empty"),
         (lambda: LossConfig(loss_decay_gamma=0.0), "loss_decay_gamma 0.0 must be positive"),
         (lambda: LossConfig(vocab_chunk=0), "vocab_chunk 0 must be positive"),
+        (lambda: LossConfig(dpace_alpha=1.0), r"loss.dpace_alpha 1.0 must lie in \[0, 1\); None keeps the decay"),
+        (lambda: OptimizerConfig(ema_decay=1.0), r"optimizer.ema_decay 1.0 must lie in \[0, 1\)"),
         (lambda: dataclasses.replace(TARGET, num_kv_heads=3), "num_heads 4 is not a multiple of num_kv_heads 3"),
         (lambda: dataclasses.replace(TARGET, head_dim=7), "head_dim 7 is odd"),
         (lambda: dataclasses.replace(TARGET, num_tokens=161), r"num_tokens 161 must lie in 1\.\.160"),
@@ -319,6 +321,7 @@ def test_resolve_refuses(changes, message):
         (lambda: apply_overrides(CONFIG, ["anchors.num_anchors=-1"]), "anchors.num_anchors is -1"),
         (lambda: apply_overrides(CONFIG, ["checkpoint.keep=0"]), "checkpoint.keep is 0"),
         (lambda: apply_overrides(CONFIG, ["log.every=0"]), "log.every is 0"),
+        (lambda: apply_overrides(CONFIG, ["epochs=0"]), "epochs is 0"),
     ],
 )
 def test_dataclasses_refuse_impossible_values(make, message):

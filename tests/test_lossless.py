@@ -20,6 +20,7 @@ from dspine_jax.config import SelectorConfig
 from dspine_jax.drafter import Drafter
 from dspine_jax.generation import generate
 from dspine_jax.kv_cache import KVCache
+from dspine_jax.prompt_lookup import PromptLookup, PromptLookupConfig
 from dspine_jax.sampling import SamplingConfig, residual
 from dspine_jax.selection import Draft, point_mass, select_independent, slot_keys
 from dspine_jax.speculative import Decoder, DecodeSettings, DecodeState, propose
@@ -213,6 +214,17 @@ def test_produced_tokens_follow_the_law_of_the_target(method, policy, num_candid
     assert (np.asarray(state.rounds_B) >= 2).mean() > 0.4
     # A draw outside the candidates ends the proposal; top-k and top-p leave none.
     assert ((proposed_B < 3).mean() > 0.05) == (policy == "tail_mixed" and name in ("T1", "T0.3"))
+
+
+def test_a_prompt_lookup_follows_the_law_of_the_target():
+    """What it drafts depends on the text drawn so far, in rounds with and without a proposal."""
+    decoder = Decoder(random_target(), PromptLookup(PromptLookupConfig(3, 2, 1)), DecodeSettings(3, PLAIN))
+    prompts_BS = jnp.tile(jnp.array([PROMPT], jnp.int32), (DRAWS, 1))
+    state = decoder.run(decoder.start(prompts_BS, jnp.full(DRAWS, len(PROMPT)), jnp.full(DRAWS, LENGTH), row_keys(99), room=LENGTH), LENGTH)
+    assert (np.asarray(state.count_B) == LENGTH).all() and min(seen := p_values(state, PLAIN)) > P_VALUE, seen
+    accepted_B, proposed_B = np.asarray(state.accepted_BT)[:, 0], np.asarray(state.proposed_BT)[:, 0]
+    shares = np.bincount(accepted_B, minlength=4) / DRAWS
+    assert 0.1 < shares[0] < 0.99 and 0.02 < (proposed_B == 0).mean() < 0.98 and shares[1:].sum() > 0.01, shares
 
 
 def test_decoding_without_a_drafter_follows_the_law_of_the_target():

@@ -514,6 +514,17 @@ def test_every_training_setting_changes_something(field, folders, tmp_path):
     assert observe(config, *extra[0]) != observe(changed, *extra[1])
 
 
+def test_epochs_are_counted_over_the_rows_that_can_give_loss(tmp_path):
+    """13 rows, one of which has no two neighbouring answer tokens: three epochs of 12 in batches of 8 are 4 steps, less than a batch is one."""
+    tokens, mask, lengths = tiny.rows(13)
+    mask[4] = False
+    write_dataset(tmp_path, tokens, mask, lengths, Manifest(name="tiny", source="random"))
+    config = dataclasses.replace(baseline("dflash"), epochs=3)
+    assert (config.data.batch_size, planned_steps(config, tmp_path)) == (8, 4)
+    assert planned_steps(apply_overrides(config, ["data.batch_size=64", "epochs=1"]), tmp_path) == 1
+    assert planned_steps(dataclasses.replace(config, epochs=None), tmp_path) == config.steps
+
+
 def test_the_text_of_a_step_is_reproducible():
     """Or the rows above would prove nothing."""
     assert abstract_step(baseline("dspine")).as_text() == step_text(baseline("dspine"))

@@ -104,7 +104,8 @@ def run(config: TrainConfig) -> Path:
         else:
             state = initial_state(config, mesh)
             if start is not None:
-                state = dataclasses.replace(state, params=start[0], frozen=start[1])  # the mean of weights begins with the first update
+                averaged = None if state.averaged is None else jax.tree.map(jnp.copy, start[0])
+                state = dataclasses.replace(state, params=start[0], averaged=averaged, frozen=start[1])
             elif config.drafter.injection is not None:
                 state = with_transfer_space(state, target, token_frequencies(data, target_config.vocab_size), config)
         assert_shardings(state, shardings)
