@@ -1163,6 +1163,7 @@ CONFIG = [
     config_row("target", "{other}", target_weights),
     config_row("init_from", "{twin}", start_weights, transfer_space, first="{dspine}"),
     config_row("steps", 77, step_text),
+    config_row("epochs", 50, step_text, first=3),
     config_row("seed", 1, start_text, first_batches),
     config_row("compute_dtype", "bfloat16", step_text, target_weights),
     config_row("remat", True, step_text),
@@ -1206,6 +1207,7 @@ CONFIG = [
     config_row("loss.ce_weight", 0.25, step_text),
     config_row("loss.l1_weight", 0.25, step_text),
     config_row("loss.prefix_mask", True, step_text),
+    config_row("loss.dpace_alpha", 0.5, step_text),
     config_row("loss.selector_weight", 0.25, step_text, common=SELECTING),
     config_row("loss.confidence_weight", 0.25, step_text, common=SURE),
     config_row("loss.base_decay_fraction", 0.25, step_text, common=GRU),
@@ -1216,6 +1218,7 @@ CONFIG = [
     config_row("optimizer.warmup_fraction", 0.5, step_text),
     config_row("optimizer.final_fraction", 0.5, step_text),
     config_row("optimizer.clip_norm", 0.5, step_text),
+    config_row("optimizer.ema_decay", 0.5, step_text),
     config_row("optimizer.on_nonfinite", "stop", exit_code_of_run),
     config_row("optimizer.max_consecutive_skips", 3, exit_code_of_run),
     config_row("mesh.data", 2, layout, first=4, common="mesh.fsdp=-1"),  # eight devices: the other axis takes the rest
