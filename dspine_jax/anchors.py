@@ -11,11 +11,12 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Inputs and labels of N blocks a row; J = K-1 drafted slots, all int32 but eval_mask.
+    """Inputs and labels of N blocks a row; J predicting slots (K-1, shifted K), all int32 but eval_mask.
 
     noise_ids_BNK: [anchor token, mask x (K-1)]; positions_BNK: anchor + slot; context_len_BN: the
     anchor's position, so that context strictly before the anchor is visible; labels_BNJ: token at
-    anchor + i; predecessors_BNJ: token at anchor + i - 1; eval_mask_BNJ: supervised slots.
+    anchor + 1 + j; predecessors_BNJ: token at anchor + j; eval_mask_BNJ: supervised slots. In terms of j
+    the two layouts differ only in the slot that holds draft j: ``DrafterConfig.first_slot`` + j.
     """
 
     noise_ids_BNK: jax.Array
@@ -60,28 +61,39 @@ def draw_anchors(key: jax.Array, loss_mask_BS: jax.Array, num_anchors: int, *, r
 
 
 def make_blocks(
-    tokens_BS: jax.Array, loss_mask_BS: jax.Array, anchors_BN: jax.Array, keep_BN: jax.Array, *, block_size: int, mask_token_id: int
+    tokens_BS: jax.Array,
+    loss_mask_BS: jax.Array,
+    anchors_BN: jax.Array,
+    keep_BN: jax.Array,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    num_predicting_slots: int | None = None,
+    prefix_mask: bool = False,
 ) -> Blocks:
     """Inputs, labels and masks of the drawn blocks; ids, masks and positions share one index.
 
     An unkept block gets no context and no label: it sees only its own slots, which keeps it finite.
     Labels past the row's end or outside the loss mask are not supervised; later ones of the same
-    block keep their weight (per-slot mask).
+    block keep their weight, unless ``prefix_mask`` lets a block end there. ``num_predicting_slots`` J is that of the
+    layout (``DrafterConfig.num_predicting_slots``; default K-1, the same-position layout).
     """
     S = tokens_BS.shape[1]
     B, N = anchors_BN.shape
+    J = block_size - 1 if num_predicting_slots is None else num_predicting_slots
     slots = jnp.arange(block_size, dtype=jnp.int32)
-    positions_BNK = anchors_BN[..., None] + slots
-    inside_BNK = jnp.minimum(positions_BNK, S - 1).reshape(B, -1)
-    text_BNK = jnp.take_along_axis(tokens_BS, inside_BNK, axis=1).reshape(B, N, block_size)
-    supervised_BNK = jnp.take_along_axis(loss_mask_BS, inside_BNK, axis=1).reshape(B, N, block_size)
-    eval_mask_BNK = supervised_BNK & (positions_BNK < S) & keep_BN[..., None]
-    noise_ids_BNK = jnp.where(slots == 0, text_BNK, mask_token_id)
+    text_positions_BNT = anchors_BN[..., None] + jnp.arange(J + 1, dtype=jnp.int32)
+    inside = jnp.minimum(text_positions_BNT, S - 1).reshape(B, -1)
+    text_BNT = jnp.take_along_axis(tokens_BS, inside, axis=1).reshape(B, N, J + 1)
+    supervised_BNT = jnp.take_along_axis(loss_mask_BS, inside, axis=1).reshape(B, N, J + 1)
+    eval_mask_BNJ = (supervised_BNT & (text_positions_BNT < S) & keep_BN[..., None])[..., 1:]
+    if prefix_mask:
+        eval_mask_BNJ = jnp.cumprod(eval_mask_BNJ.astype(jnp.int32), axis=-1).astype(bool)
     return Blocks(
-        noise_ids_BNK=noise_ids_BNK,
-        positions_BNK=positions_BNK,
+        noise_ids_BNK=jnp.where(slots == 0, text_BNT[..., :1], mask_token_id),
+        positions_BNK=anchors_BN[..., None] + slots,
         context_len_BN=jnp.where(keep_BN, anchors_BN, 0),
-        labels_BNJ=text_BNK[..., 1:],
-        predecessors_BNJ=text_BNK[..., :-1],
-        eval_mask_BNJ=eval_mask_BNK[..., 1:],
+        labels_BNJ=text_BNT[..., 1:],
+        predecessors_BNJ=text_BNT[..., :-1],
+        eval_mask_BNJ=eval_mask_BNJ,
     )

@@ -10,7 +10,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-METHODS = ("dflash", "dspine")
+# Optional parts of a drafter and the method each makes of DFlash.
+PART_OF = {"injection": "dspine", "convolution": "dflash2", "selector": "dflash2", "markov": "dspark", "confidence": "dspark", "gru": "domino"}
+METHODS = ("dflash", *dict.fromkeys(PART_OF.values()))
 
 
 def _require(condition: bool, message: str) -> None:
@@ -66,15 +68,70 @@ class InjectionConfig:
 
 
 @dataclass(frozen=True)
+class ConvolutionConfig:
+    """DFlash2's grouped dynamic convolution around every sublayer."""
+
+    taps: int = 2  # slots a filter sees: its own and those just before it
+    group_size: int = 16  # channels that share a computed weight
+
+    def __post_init__(self):
+        _require(self.taps > 0, f"convolution.taps {self.taps} must be positive")
+        _require(self.group_size > 0, f"convolution.group_size {self.group_size} must be positive")
+
+
+@dataclass(frozen=True)
+class SelectorConfig:
+    """DFlash2's candidate selector."""
+
+    rank: int = 256  # R, width of the codebooks
+    num_candidates: int = 16  # P, candidates of a draft (a power of two)
+
+    def __post_init__(self):
+        P = self.num_candidates
+        _require(P > 0 and P & (P - 1) == 0, f"selector.num_candidates {P} is not a power of two")
+        _require(self.rank > 0, f"selector.rank {self.rank} must be positive; without a selector set drafter.selector to None")
+
+
+@dataclass(frozen=True)
+class MarkovConfig:
+    """DSpark's Markov head."""
+
+    kind: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    rank: int = 256  # R, width of the token embeddings and codes
+
+    def __post_init__(self):
+        _require(self.rank > 0, f"markov.rank {self.rank} must be positive; without a Markov head set drafter.markov to None")
+
+
+@dataclass(frozen=True)
+class GRUConfig:
+    """Domino's head."""
+
+    hidden_size: int = 1024  # G, width of the GRU over the tokens decided so far
+    projection_size: int = 256  # E, width of the codes
+
+    def __post_init__(self):
+        for name in ("hidden_size", "projection_size"):
+            _require(getattr(self, name) > 0, f"gru.{name} {getattr(self, name)} must be positive")
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
-    """A DFlash-family drafter. ``injection`` None is DFlash, set is DSpine."""
+    """A DFlash drafter, or with the parts of at most one other method: ``injection`` DSpine, ``convolution`` and ``selector`` DFlash2,
+    ``markov`` and ``confidence`` DSpark, ``gru`` Domino."""
 
     mask_token_id: int | None = None  # required: the token whose embedding fills undecided slots
-    block_size: int = 16  # K, the anchor slot included: K - 1 drafts a round
+    block_size: int = 16  # K, the anchor slot included
     num_layers: int = 5
     target_layer_ids: tuple[int, ...] | None = None
     block_attention: Literal["bidirectional", "causal"] | None = None  # None: causal with injection, else bidirectional
     injection: InjectionConfig | None = None
+    convolution: ConvolutionConfig | None = None
+    selector: SelectorConfig | None = None
+    markov: MarkovConfig | None = None
+    confidence: bool = False  # a head that says how likely a draft is accepted
+    confidence_with_markov: bool = False  # which also reads the Markov embedding of the token before
+    gru: GRUConfig | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -84,13 +141,21 @@ class DrafterConfig:
     hidden_size: int | None = None  # must equal the target's
     vocab_size: int | None = None  # must equal the target's rows
     num_target_layers: int | None = None  # must equal the target's
-    label_shift: Literal["same_position"] = "same_position"  # slot i predicts the token at anchor + i
+    # Slot k predicts the token at anchor + k (slot 0 none: K - 1 drafts), or, shifted, at anchor + k + 1 (K drafts).
+    label_shift: Literal["same_position", "shifted"] = "same_position"
     template_mode: Literal["thinking", "non-thinking", "unset"] | None = None  # chat template mode of the training data; None: as the data say
 
     def __post_init__(self):
         _require(self.block_size >= 2, f"drafter.block_size {self.block_size} leaves no draft; it counts the anchor slot, use at least 2")
         _require(self.num_layers >= 1, f"drafter.num_layers {self.num_layers} must be at least 1")
+        parts = [f"drafter.{part}" for part in PART_OF if getattr(self, part)]
+        strangers = [name for name in parts if PART_OF[name.removeprefix("drafter.")] != self.method]
+        _require(not strangers, f"{' and '.join([*parts[:1], *strangers])} are set together, but belong to different methods; a drafter has the parts of one")
+        if self.confidence_with_markov:
+            _require(self.confidence, "drafter.confidence_with_markov is set but drafter.confidence is not: there is no head that could read it")
+            _require(self.markov is not None, "drafter.confidence_with_markov is set but drafter.markov is None: there is no Markov embedding to read")
         if self.injection is not None:
+            _require(self.label_shift == "same_position", "drafter.injection needs drafter.label_shift 'same_position': slot 1 is conditioned on the anchor")
             _require(self.block_attention != "bidirectional", "drafter.injection needs block_attention 'causal': an injected slot may not see later slots")
             for layer in self.injection.layers or ():
                 _require(0 <= layer < self.num_layers, f"drafter.injection.layers: {layer} is outside 0..{self.num_layers - 1}")
@@ -100,13 +165,23 @@ class DrafterConfig:
 
     @property
     def method(self) -> str:
-        """'dflash' or 'dspine'."""
-        return "dflash" if self.injection is None else "dspine"
+        """One of METHODS."""
+        return next((method for part, method in PART_OF.items() if getattr(self, part)), "dflash")
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that predicts; draft j comes from slot first_slot + j."""
+        return int(self.label_shift == "same_position")
+
+    @property
+    def num_predicting_slots(self) -> int:
+        """J, trained slots of a block: first_slot..K-1."""
+        return self.block_size - self.first_slot
 
     @property
     def num_draft_tokens(self) -> int:
-        """Proposals per round: slots 1..K-1."""
-        return self.block_size - 1
+        """Proposals per round. Domino trains its last slot in either layout, but drafts K - 1."""
+        return self.block_size - 1 if self.gru is not None else self.num_predicting_slots
 
     @property
     def injection_layers(self) -> tuple[int, ...]:
@@ -118,7 +193,12 @@ class DrafterConfig:
     @property
     def policies(self) -> tuple[str, ...]:
         """Lossless policies this drafter can serve at temperature > 0 (docs/lossless.md)."""
-        return ("own", "tail_mixed", "point_mass") if self.redoes_last_write else ("own", "point_mass")
+        return ("own", "tail_mixed", "point_mass") if self.scores_pairs else ("own", "point_mass")
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether drafts are chosen by a table of scores over pairs of neighbouring candidates."""
+        return self.redoes_last_write or self.selector is not None
 
     @property
     def redoes_last_write(self) -> bool:
@@ -154,6 +234,9 @@ class DrafterConfig:
             R = injection.transfer_size
             _require(R <= target.hidden_size, f"drafter.injection.transfer_size {R} exceeds the target's width {target.hidden_size}")
             injection = dataclasses.replace(injection, layers=self.injection_layers)
+        if self.convolution is not None:
+            size, group = filled["hidden_size"], self.convolution.group_size
+            _require(size % group == 0, f"drafter.convolution.group_size {group} does not divide the target's width {size}")
         attention = self.block_attention or ("bidirectional" if injection is None else "causal")
         return dataclasses.replace(
             self, **filled, num_target_layers=target.num_layers, target_layer_ids=ids, injection=injection, block_attention=attention
@@ -180,16 +263,31 @@ class AnchorConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Loss of DESIGN 5.6; DFlash uses only the cross-entropy of its single path."""
+    """Loss of DESIGN 5.6 and BASELINES 3; DFlash uses only the cross-entropy of its single path.
 
-    loss_decay_gamma: float = 7.0  # slot i weighs exp(-(i-1)/gamma)
-    base_weight: float = 0.5  # beta: cross-entropy of the base logits beside the conditioned ones
-    feature_weight: float = 0.5  # lambda: cosine loss of predicted features, mean over injected layers
+    The main path is that of the corrected, conditioned or only logits, whichever the drafter drafts from.
+    """
+
+    loss_decay_gamma: float = 7.0  # draft j = 0.. weighs exp(-j/gamma) in every term
+    dpace_alpha: float | None = None  # set: D-PACE weights of this alpha (0.5 in its paper) take the place of exp(-j/gamma)
+    ce_weight: float = 1.0  # cross-entropy of the main path
+    l1_weight: float = 0.0  # L1 distance of the main path's law from the target's; a total variation (half of it) of weight w is l1_weight w/2
+    base_weight: float = 0.5  # DSpine, beta: cross-entropy of the base logits beside the conditioned ones
+    feature_weight: float = 0.5  # DSpine, lambda: cosine loss of predicted features, mean over injected layers
+    selector_weight: float = 1.0  # DFlash2: cross-entropy of the selector among the candidates
+    confidence_weight: float = 1.0  # DSpark: binary cross-entropy of the confidence
+    base_decay_fraction: float = 1.0  # Domino: the weight of the base logits' cross-entropy falls from 1 to 0 over this share of the steps
     vocab_chunk: int = 64  # slots of a row whose [.., V] logits exist at one time
+    prefix_mask: bool = False  # a slot counts only where every earlier slot of its block does
 
     def __post_init__(self):
         _require(self.loss_decay_gamma > 0, f"loss.loss_decay_gamma {self.loss_decay_gamma} must be positive")
+        alpha = self.dpace_alpha
+        _require(alpha is None or 0 <= alpha < 1, f"loss.dpace_alpha {alpha} must lie in [0, 1); None keeps the decay of loss.loss_decay_gamma")
         _require(self.vocab_chunk > 0, f"loss.vocab_chunk {self.vocab_chunk} must be positive")
+        _require(0 < self.base_decay_fraction <= 1, f"loss.base_decay_fraction {self.base_decay_fraction} must lie in (0, 1]")
+        for name in ("ce_weight", "l1_weight", "selector_weight", "confidence_weight"):
+            _require(getattr(self, name) >= 0, f"loss.{name} {getattr(self, name)} must not be negative")
 
 
 @dataclass(frozen=True)
@@ -203,6 +301,7 @@ class OptimizerConfig:
     warmup_fraction: float = 0.04
     final_fraction: float = 0.0
     clip_norm: float = 1.0
+    ema_decay: float = 0.0  # d > 0: the mean of the weights after every update, falling by d an update into the past, is exported; 0 exports the last
     on_nonfinite: Literal["skip", "stop"] = "skip"  # a non-finite loss or gradient never changes the state
     max_consecutive_skips: int = 20  # skipping this many steps in a row stops the run
 
@@ -211,7 +310,7 @@ class OptimizerConfig:
         _require(self.clip_norm > 0, f"optimizer.clip_norm {self.clip_norm} must be positive; a large value switches clipping off")
         _require(self.weight_decay >= 0, f"optimizer.weight_decay {self.weight_decay} must not be negative")
         _require(self.max_consecutive_skips >= 1, f"optimizer.max_consecutive_skips {self.max_consecutive_skips} must be at least 1")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "ema_decay"):
             _require(0 <= getattr(self, name) < 1, f"optimizer.{name} {getattr(self, name)} must lie in [0, 1)")
         for name in ("warmup_fraction", "final_fraction"):
             _require(0 <= getattr(self, name) <= 1, f"optimizer.{name} {getattr(self, name)} must lie in [0, 1]")
@@ -249,6 +348,7 @@ class TrainConfig:
     target: str = ""  # HF folder or GGUF file
     init_from: str | None = None  # drafter folder whose weights training starts from; the optimizer starts anew
     steps: int = 1000
+    epochs: int | None = None  # set: so many passes over the data decide the steps, whatever ``steps`` says
     seed: int = 0
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     remat: bool = False  # recompute draft layers in the backward pass instead of keeping activations
@@ -265,6 +365,7 @@ class TrainConfig:
         _require(self.init_from != "", "init_from is empty; give a drafter folder, or init_from=none to start from random weights")
         for name, value in (
             ("steps", self.steps),
+            ("epochs", 1 if self.epochs is None else self.epochs),
             ("data.batch_size", self.data.batch_size),
             ("anchors.num_anchors", self.anchors.num_anchors),
             ("checkpoint.every", self.checkpoint.every),

@@ -1,4 +1,4 @@
-"""DFlash-family drafter: context projection, block layers, and DSpine's injections between them.
+"""DFlash-family drafter: context projection, block layers, and the parts that make other methods of it.
 
 One code path serves training and decoding: a block attends to per-layer context keys/values of
 which the first ``context_len`` rows are visible. In training those rows are a whole sequence
@@ -13,9 +13,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dspine_jax.candidate_selector import CandidateSelector
+from dspine_jax.confidence import ConfidenceHead
 from dspine_jax.config import DrafterConfig
+from dspine_jax.dynamic_convolution import GroupedDynamicConvolution
+from dspine_jax.gru_head import PrefixGRU, embed_projection
 from dspine_jax.kv_cache import KVCache, write_rows
 from dspine_jax.layers import Attention, Linear, RMSNorm, SwiGLU
+from dspine_jax.markov import MarkovHead
 from dspine_jax.transfer import TransferSpace
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.injection import InjectionWeights, injection, write
@@ -44,6 +49,7 @@ class DrafterLayer(nnx.Module):
     def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, param_dtype=jnp.float32):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.causal = config.block_attention == "causal"
+        self.convolves = config.convolution is not None
         self.input_layernorm = RMSNorm(D, eps, param_dtype=param_dtype)
         self.self_attn = Attention(
             D,
@@ -59,16 +65,30 @@ class DrafterLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(D, eps, param_dtype=param_dtype)
         self.mlp = SwiGLU(D, config.intermediate_size, rngs=rngs, param_dtype=param_dtype)
 
+    def add_convolutions(self, config: DrafterConfig, *, rngs: nnx.Rngs, param_dtype) -> None:
+        """Put a convolution around each sublayer."""
+        kw = dict(rngs=rngs, param_dtype=param_dtype)
+        self.attention_conv = GroupedDynamicConvolution(config.hidden_size, config.convolution, **kw)
+        self.mlp_conv = GroupedDynamicConvolution(config.hidden_size, config.convolution, **kw)
+
     def __call__(
         self, x_BNKD: jax.Array, ctx_k_BSGC: jax.Array, ctx_v_BSGC: jax.Array, context_len_BN: jax.Array, positions_BNK: jax.Array
     ) -> jax.Array:
         """x [B,N,K,D] -> [B,N,K,D]; context arrays [B,S,G,C], visible rows j < context_len [B,N]."""
+
+        def attend(z):
+            q = self.self_attn.queries(z, positions_BNK)
+            k, v = self.self_attn.keys_values(z, positions_BNK)
+            return self.self_attn.o_proj(block_attention(q, ctx_k_BSGC, ctx_v_BSGC, k, v, context_len_BN, causal=self.causal))
+
+        def filtered(convolution: GroupedDynamicConvolution, sublayer, z):
+            deltas = convolution.deltas(z)
+            return convolution(sublayer(convolution(z, deltas, 0)), deltas, 1)
+
         z = self.input_layernorm(x_BNKD)
-        q = self.self_attn.queries(z, positions_BNK)
-        k, v = self.self_attn.keys_values(z, positions_BNK)
-        attended = block_attention(q, ctx_k_BSGC, ctx_v_BSGC, k, v, context_len_BN, causal=self.causal)
-        x_BNKD = x_BNKD + self.self_attn.o_proj(attended)
-        return x_BNKD + self.mlp(self.post_attention_layernorm(x_BNKD))
+        x_BNKD = x_BNKD + (filtered(self.attention_conv, attend, z) if self.convolves else attend(z))
+        z = self.post_attention_layernorm(x_BNKD)
+        return x_BNKD + (filtered(self.mlp_conv, self.mlp, z) if self.convolves else self.mlp(z))
 
 
 class Injection(nnx.Module):
@@ -97,7 +117,7 @@ class Injection(nnx.Module):
 
 
 class Drafter(nnx.Module):
-    """DFlash or DSpine. Embedding and LM head are the target's and never part of this module."""
+    """A drafter of any method. Embedding and LM head are the target's and never part of this module."""
 
     def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, param_dtype=jnp.float32, remat: bool = False):
         """``config`` must be resolved (DrafterConfig.resolve)."""
@@ -109,7 +129,20 @@ class Drafter(nnx.Module):
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps, param_dtype=param_dtype)
         self.layers = nnx.List([DrafterLayer(config, rngs=rngs, param_dtype=param_dtype) for _ in range(config.num_layers)])
         self.norm = RMSNorm(D, config.rms_norm_eps, param_dtype=param_dtype)
-        # Drawn after the backbone, so DFlash and DSpine start from the same backbone at the same seed.
+        kw = dict(rngs=rngs, param_dtype=param_dtype)
+        # Drawn after the backbone, so all methods start from the same backbone at the same seed.
+        if config.convolution is not None:
+            for layer in self.layers:
+                layer.add_convolutions(config, **kw)
+        if config.selector is not None:
+            self.candidate_selector = CandidateSelector(config, **kw)
+        if config.markov is not None:
+            self.markov_head = MarkovHead(config, **kw)
+        if config.confidence:
+            self.confidence_head = ConfidenceHead(config, **kw)
+        if config.gru is not None:
+            self.prefix_gru = PrefixGRU(config.hidden_size, config.gru.hidden_size, **kw)
+            self.embed_proj = embed_projection(config, **kw)
         if config.injection is not None:
             self.injections = nnx.Dict({str(i): Injection(config, rngs=rngs, param_dtype=param_dtype) for i in config.injection_layers})
             self.transfer = TransferSpace(D, config.injection.transfer_size)
@@ -172,6 +205,13 @@ class Drafter(nnx.Module):
         if not self.config.redoes_last_write:
             pre_write = hidden_gate = None
         return BlockOutput(self.norm(x), pre_write, hidden_gate, tuple(features))
+
+    def confidence_logits(self, hidden_BNJD: jax.Array, predecessors_BNJ: jax.Array) -> jax.Array:
+        """Logits of the confidence in every draft, from its state and the token id before it (DSpark). -> [B,N,J] fp32."""
+        parts = [hidden_BNJD]
+        if self.config.confidence_with_markov:
+            parts.append(self.markov_head.embed(predecessors_BNJ, hidden_BNJD.dtype))
+        return self.confidence_head(*parts)
 
     def conditioned(self, block: BlockOutput, predecessor_feature_BNJR: jax.Array) -> jax.Array:
         """Redo the last write of slots 1..K-1 with decoded predecessors (DESIGN 5.4).

@@ -79,8 +79,14 @@ def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, shardi
 
 
 def drafter_parameter_counts(drafter: Drafter) -> dict[str, int]:
-    """Trained parameters: total, and those of the injections."""
+    """Trained parameters: total, those beyond DFlash's ('head'), and those of the injections among them."""
     sizes = {path: variable.get_value().size for path, variable in nnx.to_flat_state(nnx.state(drafter, nnx.Param))}
-    return {"total": sum(sizes.values()), "injection": sum(n for path, n in sizes.items() if path[0] == "injections")}
+    backbone = lambda path: path[0] in ("fc", "hidden_norm", "norm", "layers") and not {"attention_conv", "mlp_conv"} & set(path)  # noqa: E731
+    count = lambda wanted: sum(size for path, size in sizes.items() if wanted(path))  # noqa: E731
+    return {
+        "total": sum(sizes.values()),
+        "head": count(lambda path: not backbone(path)),
+        "injection": count(lambda path: path[0] == "injections"),
+    }
 
 

@@ -26,6 +26,17 @@ def slot_weights(eval_mask_BNJ: jax.Array, loss_decay_gamma: float) -> jax.Array
     return eval_mask_BNJ * decay_J
 
 
+def dpace_weights(ce_BNJ: jax.Array, eval_mask_BNJ: jax.Array, alpha: float) -> jax.Array:
+    """D-PACE (BASELINES 3.3): a slot weighs by how much of the accepted length its block still hopes for at it and behind it.
+
+    s = (1 - alpha) exp(-CE) + alpha, and 1 where unsupervised; w_k = sum over supervised j >= k of s_0 ... s_j, which falls with k, and 0 where
+    unsupervised. ce [B,N,J] of the path that drafts, without gradient here. -> [B,N,J] fp32.
+    """
+    chance_BNJ = (1.0 - alpha) * jnp.exp(-jax.lax.stop_gradient(ce_BNJ)) + alpha
+    reached_BNJ = jnp.cumprod(jnp.where(eval_mask_BNJ, chance_BNJ, 1.0), axis=-1) * eval_mask_BNJ
+    return eval_mask_BNJ * jnp.cumsum(reached_BNJ[..., ::-1], axis=-1)[..., ::-1]
+
+
 def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
     """sum(weights * values) / sum(weights); exactly 0, with zero gradient, where nothing is weighted."""
     total = jnp.sum(weights)
@@ -97,6 +108,11 @@ def _cross_entropy_bwd(num_tokens, chunk, gradient_BTD, cotangents):
 
 
 cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def overlap(distance: jax.Array) -> jax.Array:
+    """sum over V of min(p, q), the probability that a draft drawn from q is accepted by p, of the distance sum |q - p|."""
+    return jnp.clip(1.0 - 0.5 * distance, 0.0, 1.0)
 
 
 def feature_distance(features_BNKR: jax.Array, token_features_BNJR: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dspine_jax.config import DrafterConfig, TargetConfig
+from dspine_jax.prompt_lookup import PromptLookupConfig
 from dspine_jax.target import Target
 
 ROWS_WITHOUT_COUNT = 32  # on a CPU, and where the device does not tell its memory
@@ -29,9 +30,13 @@ def cache_bytes(config: TargetConfig | DrafterConfig, capacity: int, dtype: str)
     return 2 * config.num_layers * capacity * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
 
 
-def row_bytes(target: TargetConfig, drafter: DrafterConfig | None, num_draft_tokens: int, capacity: int, dtype: str) -> int:
+def row_bytes(target: TargetConfig, drafter: DrafterConfig | PromptLookupConfig | None, num_draft_tokens: int, capacity: int, dtype: str) -> int:
     """Bytes that one more row of a batch needs in the decode loop, at most: caches, and what a round keeps of logits and scores."""
-    caches = cache_bytes(target, capacity, dtype) + (0 if drafter is None else cache_bytes(drafter, capacity, dtype))
+    caches = cache_bytes(target, capacity, dtype)
+    if isinstance(drafter, DrafterConfig):
+        caches += cache_bytes(drafter, capacity, dtype)
+    elif drafter is not None:
+        caches += 4 * capacity  # the text itself
     return caches + 4 * (num_draft_tokens + 1) * (LOGITS_COPIES * target.vocab_size + SCORE_COPIES * target.num_heads * capacity)
 
 

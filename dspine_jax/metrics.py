@@ -12,6 +12,11 @@ def slot_accuracy(correct_BNJ: jax.Array, eval_mask_BNJ: jax.Array) -> tuple[jax
     return hits.sum((0, 1)).astype(jnp.float32), eval_mask_BNJ.sum((0, 1)).astype(jnp.float32)
 
 
+def slot_sums(values_BNJ: jax.Array, eval_mask_BNJ: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Per drafted slot: (sum of a value over supervised slots [J], number supervised [J])."""
+    return jnp.sum(jnp.where(eval_mask_BNJ, values_BNJ, 0.0), (0, 1)), eval_mask_BNJ.sum((0, 1)).astype(jnp.float32)
+
+
 def simulated_acceptance(correct_BNJ: jax.Array, eval_mask_BNJ: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(sum over blocks of 1 + leading right slots, number of blocks with a supervised first slot).
 

@@ -1,11 +1,14 @@
-"""Configs of public DFlash checkpoints (the layout of z-lab's and SGLang's folders) as DrafterConfig; their tensors have the names of ours."""
+"""Configs of public checkpoints (the layout of z-lab's and SGLang's folders) as DrafterConfig: DFlash, DFlash2 and Domino. Their tensors have our names."""
 
 from __future__ import annotations
 
-from dspine_jax.config import DrafterConfig
+from dspine_jax.config import ConvolutionConfig, DrafterConfig, GRUConfig, SelectorConfig
 
 # What other drafters of the family, or settings that are not computed here, have; a value of these is refused by name.
-OTHERS = ("projector_type", "conv_kernel_size", "selector_rank", "markov_rank", "lilicorr_rank", "output_multiplier", "final_logit_softcapping")
+OTHERS = ("markov_rank", "lilicorr_rank", "output_multiplier", "final_logit_softcapping")
+# Keys of the parts that are read, all of them needed once one is there.
+SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+DOMINO = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
 
 
 def is_public_config(data: object) -> bool:
@@ -14,10 +17,11 @@ def is_public_config(data: object) -> bool:
 
 
 def public_drafter_config(data: dict) -> DrafterConfig:
-    """The DFlash drafter that a public config.json describes.
+    """The drafter that a public config.json describes.
 
-    ``block_size`` stands at top level or in ``dflash_config``, which wins; the RoPE base in ``rope_parameters`` or as ``rope_theta``. Raises ValueError for
-    another drafter of the family, RoPE scaling, sliding windows, biases, shifted labels and missing or mistyped keys.
+    DFlash2 is known by its keys, Domino by ``projector_type``. ``block_size`` stands at top level or in ``dflash_config``, which wins; the RoPE base in
+    ``rope_parameters`` or as ``rope_theta``. Raises ValueError for another drafter of the family, RoPE scaling, sliding windows, biases, and missing or
+    mistyped keys.
     """
     own = data["dflash_config"]
     if not isinstance(own, dict):
@@ -25,9 +29,8 @@ def public_drafter_config(data: dict) -> DrafterConfig:
     both = data | own
     for name in OTHERS:
         if both.get(name) not in (None, 0, 1.0):
-            raise ValueError(f"{name} is {both[name]!r}: this is another drafter than DFlash, and only DFlash is read from public folders")
-    if both.get("shift_label"):
-        raise ValueError("shift_label is set: its slots predict the token after theirs, which is not built here")
+            raise ValueError(f"{name} is {both[name]!r}: this is another drafter than those read from public folders, DFlash, DFlash2 and Domino")
+    parts = _parts(both)
     rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -59,4 +62,30 @@ def public_drafter_config(data: dict) -> DrafterConfig:
         rms_norm_eps=float(eps),
         block_attention="causal" if causal else "bidirectional",
         **fields,
+        **parts,
     )
+
+
+def _parts(data: dict) -> dict:
+    """The parts of DFlash2 or Domino, and the layout."""
+
+    def numbers(names: tuple[str, ...]) -> list[int]:
+        for name in names:
+            if type(data.get(name)) is not int:
+                raise ValueError(f"{name} is {data.get(name)!r}, expected a whole number")
+        return [data[name] for name in names]
+
+    if data.get("projector_type") not in (None, "domino"):
+        raise ValueError(f"projector_type {data['projector_type']!r} is another drafter than those read from public folders, DFlash, DFlash2 and Domino")
+    if data.get("projector_type") == "domino":
+        hidden, projection, prefix = numbers(DOMINO)
+        if prefix != 1:
+            raise ValueError(f"pure_draft_prefix_len {prefix} is not supported, only 1: the first draft is uncorrected, all others are corrected")
+        layout = "shifted" if data.get("shift_label") else "same_position"
+        return {"gru": GRUConfig(hidden, projection), "label_shift": layout}
+    if data.get("shift_label"):
+        raise ValueError("shift_label is set without projector_type 'domino': how many drafts such a drafter makes is not said")
+    if any(data.get(name) for name in SECOND):
+        taps, group, rank, candidates = numbers(SECOND)
+        return {"convolution": ConvolutionConfig(taps, group), "selector": SelectorConfig(rank, candidates)}
+    return {}

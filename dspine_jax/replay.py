@@ -24,8 +24,10 @@ from flax import nnx
 from dspine_jax.anchors import make_blocks
 from dspine_jax.drafter import Drafter
 from dspine_jax.objective import row_context, run_blocks
+from dspine_jax.prompt_lookup import NOT_PROPOSED, PromptLookup, PromptLookupConfig, lookups_at, num_proposed
 from dspine_jax.sampling import SamplingConfig, probabilities
-from dspine_jax.selection import select_greedy, transition_cache
+from dspine_jax.selection import drafting_states, pair_table, select_greedy
+from dspine_jax.sequential import correction, sequential_head, text_codes
 from dspine_jax.target import Target
 from dspine_jax.vocabulary import vocabulary_logits
 
@@ -50,7 +52,15 @@ def _blocks_at(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_B
 
     def one_chunk(anchors_Bn):
         all_text, keep = jnp.ones_like(tokens_BS, bool), jnp.ones_like(anchors_Bn, bool)
-        blocks = make_blocks(tokens_BS, all_text, anchors_Bn, keep, block_size=config.block_size, mask_token_id=config.mask_token_id)
+        blocks = make_blocks(
+            tokens_BS,
+            all_text,
+            anchors_Bn,
+            keep,
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+            num_predicting_slots=config.num_draft_tokens,
+        )
         block, anchor_feature = run_blocks(drafter, target, context, blocks, dtype)
         return use(block, anchor_feature, blocks)
 
@@ -64,7 +74,20 @@ def _draft(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_graph,
     drafter, target = nnx.merge(drafter_graph, drafter_state), nnx.merge(target_graph, target_state)
 
     def use(block, anchor_feature, blocks):
-        return select_greedy(drafter, block, target.output_embedding_VD, anchor_feature, num_tokens=target.config.num_tokens)
+        return select_greedy(drafter, target, block, blocks.noise_ids_BNK[..., 0], anchor_feature)
+
+    return _blocks_at(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, use)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "dtype", "anchors_per_chunk"))
+def _confidences(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_graph, target_graph, dtype, anchors_per_chunk):
+    drafter, target = nnx.merge(drafter_graph, drafter_state), nnx.merge(target_graph, target_state)
+
+    def use(block, anchor_feature, blocks):
+        anchors_Bn = blocks.noise_ids_BNK[..., 0]
+        drafts_BnJ = select_greedy(drafter, target, block, anchors_Bn, anchor_feature)
+        before_BnJ = jnp.concatenate([anchors_Bn[..., None], drafts_BnJ[..., :-1]], axis=-1)
+        return drafts_BnJ, drafter.confidence_logits(drafting_states(drafter.config, block), before_BnJ)
 
     return _blocks_at(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, use)[0]
 
@@ -76,14 +99,17 @@ def _accept_odds(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_
 
     def use(block, anchor_feature, blocks):
         text_BNJ = blocks.labels_BNJ
+        anchors_BN, hidden_BNJD = blocks.noise_ids_BNK[..., 0], drafting_states(drafter.config, block)
         if policy == "point_mass":
-            return (select_greedy(drafter, block, rows_VD, anchor_feature, num_tokens=num_tokens) == text_BNJ).astype(jnp.float32)
-        if drafter.config.redoes_last_write:
-            table_BNJPP, ids_BNJP = transition_cache(drafter, block, rows_VD, anchor_feature, num_tokens=num_tokens)
+            return (select_greedy(drafter, target, block, anchors_BN, anchor_feature) == text_BNJ).astype(jnp.float32)
+        if drafter.config.scores_pairs:
+            table_BNJPP, ids_BNJP = pair_table(drafter, target, block, anchors_BN, anchor_feature)
         logits_BNJV = None
-        if policy == "tail_mixed" or not drafter.config.redoes_last_write:
-            logits_BNJV = vocabulary_logits(block.hidden_BNKD[:, :, 1:], rows_VD, num_tokens)
-        if not drafter.config.redoes_last_write:
+        if policy == "tail_mixed" or not drafter.config.scores_pairs:
+            logits_BNJV = vocabulary_logits(hidden_BNJD, rows_VD, num_tokens)
+        if not drafter.config.scores_pairs:
+            if (head := sequential_head(drafter, target)) is not None:
+                logits_BNJV = logits_BNJV + correction(head, text_codes(head, hidden_BNJD, blocks.predecessors_BNJ))
             return _pick(probabilities(logits_BNJV, sampling), text_BNJ)
         # The law of a slot given the text before it: the table's row of the previous token, where that is a candidate.
         is_text_BNJP = ids_BNJP == text_BNJ[..., None]
@@ -119,23 +145,47 @@ def _compiled(function, drafter: Drafter, target: Target, **static) -> Callable[
     return lambda tokens_BS, anchors_BN: function(drafter_state, target_state, jnp.asarray(tokens_BS), jnp.asarray(anchors_BN), **static)
 
 
-def make_drafting(drafter: Drafter, target: Target, *, dtype, anchors_per_chunk: int) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
-    """``(tokens [B,S], anchors [B,N]) -> drafts [B,N,K-1]`` at temperature 0, compiled once a shape and architecture.
+def make_drafting(drafter: Drafter | PromptLookup, target: Target, *, dtype, anchors_per_chunk: int) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
+    """``(tokens [B,S], anchors [B,N]) -> drafts [B,N,J]`` at temperature 0, compiled once a shape and architecture.
 
-    N must be a multiple of ``anchors_per_chunk``; only one chunk's logits [B,chunk,K-1,V] fp32 exist at a time.
+    N must be a multiple of ``anchors_per_chunk``; only one chunk's logits [B,chunk,J,V] fp32 exist at a time. A prompt lookup has NOT_PROPOSED in slots
+    where it finds nothing.
     """
+    if isinstance(drafter, PromptLookup):
+        return functools.partial(lookups_at, config=drafter.config)
     return _compiled(_draft, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
 
 
-def make_accept_odds(
-    drafter: Drafter, target: Target, sampling: SamplingConfig, policy: str, *, dtype, anchors_per_chunk: int
-) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
-    """``(tokens [B,S], anchors [B,N]) -> odds [B,N,K-1] fp32``: with what probability each slot's draft was accepted, given that the text was committed.
+def make_confidences(drafter: Drafter, target: Target, *, dtype, anchors_per_chunk: int) -> Callable[[np.ndarray, np.ndarray], tuple[jax.Array, jax.Array]]:
+    """``(tokens [B,S], anchors [B,N]) -> (drafts [B,N,J], confidence logits [B,N,J] fp32)`` at temperature 0, along the drafted path.
 
-    0 where the slot cannot have been proposed. Slots past the row's text hold nothing of meaning. Shapes as in ``make_drafting``.
+    What ``confidence.fit_temperatures`` is fitted on: whether a prefix survived is whether the drafts equal the text. Needs a confidence head.
     """
+    if not drafter.config.confidence:
+        raise ValueError(f"this {drafter.config.method} drafter has no confidence head (drafter.confidence)")
+    return _compiled(_confidences, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
+
+
+def make_accept_odds(
+    drafter: Drafter | PromptLookup, target: Target, sampling: SamplingConfig, policy: str, *, dtype, anchors_per_chunk: int
+) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
+    """``(tokens [B,S], anchors [B,N]) -> odds [B,N,J] fp32``: with what probability each slot's draft was accepted, given that the text was committed.
+
+    0 where the slot cannot have been proposed, below 0 where a prompt lookup has nothing to propose. Slots past the row's text hold nothing of meaning.
+    Shapes as in ``make_drafting``.
+    """
+    if isinstance(drafter, PromptLookup):
+        return functools.partial(_lookup_odds, config=drafter.config)
     static = dict(dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk, sampling=sampling, policy=policy)
     return _compiled(_accept_odds, drafter, target, **static)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _lookup_odds(tokens_BS: jax.Array, anchors_BN: jax.Array, *, config: PromptLookupConfig) -> jax.Array:
+    drafts_BNJ = lookups_at(tokens_BS, anchors_BN, config)
+    text_BM = (anchors_BN[..., None] + 1 + jnp.arange(drafts_BNJ.shape[-1])).reshape(len(tokens_BS), -1)
+    text_BNJ = jnp.take_along_axis(tokens_BS, jnp.minimum(text_BM, tokens_BS.shape[1] - 1), axis=1).reshape(drafts_BNJ.shape)
+    return jnp.where(drafts_BNJ == NOT_PROPOSED, -1.0, (drafts_BNJ == text_BNJ).astype(jnp.float32))
 
 
 def replay_shape(prompts: Sequence, answers: Sequence, *, batch_size: int, anchors_per_chunk: int) -> dict[str, int]:
@@ -155,7 +205,7 @@ def replay_rows(
     num_anchors: int,
     on_rows: Callable[[int], object] = lambda count: None,
 ) -> list[np.ndarray]:
-    """What ``judging`` (``make_drafting``, ``make_accept_odds``) says at every answer position: [answer-1, K-1] a row, ids or odds.
+    """What ``judging`` (``make_drafting``, ``make_accept_odds``) says at every answer position: [answer-1, J] a row, ids or odds.
 
     prompts, answers: token ids of each row. ``on_rows`` hears of every batch that is done.
     """
@@ -190,7 +240,7 @@ def walk_rounds(answer_T: np.ndarray, drafts_TJ: np.ndarray, end: int | None = N
     draft (an accepted end token, or the length cap) there is no bonus and the proposal counts as cut there.
     """
     right_TJ = drafts_TJ[: len(answer_T)] == text_after_anchors(answer_T, min(len(drafts_TJ), len(answer_T)), drafts_TJ.shape[1])
-    return walk_judged(len(answer_T), right_TJ, end)
+    return walk_judged(len(answer_T), right_TJ, end, num_proposed(drafts_TJ))
 
 
 def walk_sampled_rounds(odds_TJ: np.ndarray, uniforms_T: np.ndarray, length: int, end: int | None = None) -> list[Round]:
@@ -200,16 +250,16 @@ def walk_sampled_rounds(odds_TJ: np.ndarray, uniforms_T: np.ndarray, length: int
     drafters judged with the same uniforms are compared in pairs.
     """
     judged_TJ = text_after_anchors(np.arange(length), len(odds_TJ), odds_TJ.shape[1])
-    return walk_judged(length, (judged_TJ >= 0) & (uniforms_T[judged_TJ] < odds_TJ), end)
+    return walk_judged(length, (judged_TJ >= 0) & (uniforms_T[judged_TJ] < odds_TJ), end, np.cumprod(odds_TJ >= 0, axis=1).sum(axis=1))
 
 
-def walk_judged(length: int, accept_TJ: np.ndarray, end: int | None = None) -> list[Round]:
-    """Rounds over an answer of ``length`` tokens, given for every anchor which slots would be accepted."""
+def walk_judged(length: int, accept_TJ: np.ndarray, end: int | None, proposed_T: np.ndarray) -> list[Round]:
+    """Rounds over an answer of ``length`` tokens, given for every anchor how many slots it proposes and which would be accepted."""
     stop = length if end is None else min(end, length)
     rounds, anchor = [], 0
     while anchor < stop - 1:
         left = stop - 1 - anchor
-        proposed = min(accept_TJ.shape[1], left)
+        proposed = min(int(proposed_T[anchor]), left)
         wrong = np.nonzero(~accept_TJ[anchor, :proposed])[0]
         accepted = int(wrong[0]) if len(wrong) else proposed
         rounds.append(Round(anchor, proposed, accepted, min(accepted + 1, left)))

@@ -7,8 +7,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dspine_jax.candidate_selector import selector_table
+from dspine_jax.confidence import confident_prefix
+from dspine_jax.config import DrafterConfig
 from dspine_jax.drafter import BlockOutput, Drafter
 from dspine_jax.sampling import SamplingConfig, draw, draw_from_each, probabilities
+from dspine_jax.sequential import SequentialHead, sequential_head, walk, walk_greedily
+from dspine_jax.target import Target
+from dspine_jax.vocabulary import vocabulary_logits
 from pallas_kernels.topk_logits import topk_logits
 from pallas_kernels.transition import follow, greedy_walk, transition_table
 
@@ -20,17 +26,39 @@ def anchor_features(drafter: Drafter, rows_VD: jax.Array, tokens: jax.Array) -> 
     return drafter.transfer(jnp.take(rows_VD, tokens, axis=0))
 
 
-def select_greedy(
-    drafter: Drafter, block: BlockOutput, rows_VD: jax.Array, anchor_feature_BNR: jax.Array | None, *, num_tokens: int
-) -> jax.Array:
-    """Draft slots 1..K-1. Scores compared in fp32, ties to the lowest id.
+def drafting_states(config: DrafterConfig, block: BlockOutput) -> jax.Array:
+    """Hidden states of the slots that draft, in the order of their drafts: [B,N,J,D] of [B,N,K,D]. The one place where decoding reads the layout."""
+    first = config.first_slot
+    return block.hidden_BNKD[:, :, first : first + config.num_draft_tokens]
 
-    Without a redone last write every slot takes its own argmax; with it the transition cache is
-    built over the top-P candidates of each slot and walked. -> token ids [B,N,K-1] int32.
+
+def select_greedy(drafter: Drafter, target: Target, block: BlockOutput, anchors_BN: jax.Array, anchor_feature_BNR: jax.Array | None) -> jax.Array:
+    """Draft every slot of the block that the layout lets draft. Scores compared in fp32, ties to the lowest id.
+
+    A table over pairs of candidates is walked from the anchor; a sequential head is walked slot by slot over the whole vocabulary; without either every
+    slot takes its own argmax. anchors [B,N] token ids -> token ids [B,N,J] int32.
     """
-    if not drafter.config.redoes_last_write:
-        return topk_logits(block.hidden_BNKD[:, :, 1:], rows_VD, 1, num_tokens=num_tokens)[1][..., 0]
-    return greedy_walk(*transition_cache(drafter, block, rows_VD, anchor_feature_BNR, num_tokens=num_tokens))
+    rows_VD, num_tokens = target.output_embedding_VD, target.config.num_tokens
+    if drafter.config.scores_pairs:
+        return greedy_walk(*pair_table(drafter, target, block, anchors_BN, anchor_feature_BNR))
+    hidden_BNJD = drafting_states(drafter.config, block)
+    head = sequential_head(drafter, target)
+    if head is None:
+        return topk_logits(hidden_BNJD, rows_VD, 1, num_tokens=num_tokens)[1][..., 0]
+    flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+    logits_BNJV = vocabulary_logits(hidden_BNJD, rows_VD, num_tokens)
+    return walk_greedily(head, flat(hidden_BNJD), flat(logits_BNJV), flat(anchors_BN)).reshape(hidden_BNJD.shape[:3])
+
+
+def pair_table(
+    drafter: Drafter, target: Target, block: BlockOutput, anchors_BN: jax.Array, anchor_feature_BNR: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Candidates of every draft and the scores of all their pairs, of a drafter that ``scores_pairs``. -> (table [B,N,J,P,P] fp32, ids [B,N,J,P] int32)."""
+    config, rows_VD, num_tokens = drafter.config, target.output_embedding_VD, target.config.num_tokens
+    if config.selector is None:
+        return transition_cache(drafter, block, rows_VD, anchor_feature_BNR, num_tokens=num_tokens)
+    P = config.selector.num_candidates
+    return selector_table(drafter.candidate_selector, drafting_states(config, block), anchors_BN, rows_VD, P, num_tokens=num_tokens)
 
 
 def transition_cache(
@@ -41,7 +69,7 @@ def transition_cache(
     -> (table [B,N,J,P,P] fp32, candidate ids [B,N,J,P] int32), J = K-1.
     """
     injection = drafter.config.injection
-    _, ids_BNJP = topk_logits(block.hidden_BNKD[:, :, 1:], rows_VD, injection.num_candidates, num_tokens=num_tokens)
+    _, ids_BNJP = topk_logits(drafting_states(drafter.config, block), rows_VD, injection.num_candidates, num_tokens=num_tokens)
     table_BNJPP = transition_table(
         block.pre_write_BNKD,
         block.hidden_gate_BNKD,
@@ -108,6 +136,31 @@ def select_independent(logits_BJV: jax.Array, keys_B: jax.Array, sampling: Sampl
     tokens_BJ = jnp.stack([draw(slot_keys(keys_B, j), probs_BJV[:, j]) for j in range(J)], axis=1)
     token_prob_BJ = jnp.take_along_axis(probs_BJV, tokens_BJ[..., None], axis=2)[..., 0]
     return Draft(tokens_BJ, token_prob_BJ, None, probs_BJV, jnp.full((B,), J, jnp.int32))
+
+
+def select_sequentially(
+    head: SequentialHead, hidden_BJD: jax.Array, logits_BJV: jax.Array, anchor_B: jax.Array, keys_B: jax.Array, sampling: SamplingConfig
+) -> Draft:
+    """Draw every slot from its logits corrected by the tokens drawn before it: q is the law of the corrected logits along the drawn path."""
+
+    def choose(index, corrected_BV):
+        probs_BV = probabilities(corrected_BV, sampling)
+        return draw(slot_keys(keys_B, index), probs_BV), probs_BV
+
+    tokens_BJ, probs_BJV = walk(head, hidden_BJD, logits_BJV, anchor_B, choose)
+    token_prob_BJ = jnp.take_along_axis(probs_BJV, tokens_BJ[..., None], axis=2)[..., 0]
+    return Draft(tokens_BJ, token_prob_BJ, None, probs_BJV, jnp.full(anchor_B.shape, tokens_BJ.shape[1], jnp.int32))
+
+
+def cut_by_confidence(drafter: Drafter, hidden_BJD: jax.Array, anchor_B: jax.Array, draft: Draft, threshold: float) -> Draft:
+    """End the proposal before the first slot whose confidence is below the threshold.
+
+    Lossless, because a slot's confidence reads only the tokens before it: whether it is proposed is settled before it is drawn.
+    """
+    J = draft.tokens_BJ.shape[1]
+    predecessors_BJ = jnp.concatenate([anchor_B[:, None], draft.tokens_BJ[:, :-1]], axis=1)
+    logits_BJ = drafter.confidence_logits(hidden_BJD[:, None, :J], predecessors_BJ[:, None])[:, 0]
+    return dataclasses.replace(draft, cut_B=jnp.minimum(draft.cut_B, confident_prefix(logits_BJ, threshold)))
 
 
 def select_on_candidates(table_BJPP: jax.Array, ids_BJP: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) -> Draft:

@@ -21,18 +21,23 @@ from flax import nnx
 
 from dspine_jax.drafter import Drafter
 from dspine_jax.kv_cache import KVCache
+from dspine_jax.prompt_lookup import PromptLookup, TextHistory
 from dspine_jax.sampling import SamplingConfig, draw, probabilities, residual, sample
 from dspine_jax.selection import (
     Draft,
     anchor_features,
+    cut_by_confidence,
+    drafting_states,
+    pair_table,
     point_mass,
     select_greedy,
     select_independent,
     select_on_candidates,
+    select_sequentially,
     select_tail_mixed,
     slot_keys,
-    transition_cache,
 )
+from dspine_jax.sequential import sequential_head
 from dspine_jax.target import Target
 from dspine_jax.vocabulary import vocabulary_logits
 
@@ -43,9 +48,10 @@ Policy = Literal["own", "tail_mixed", "point_mass"]
 class DecodeSettings:
     """What is compiled into the loop.
 
-    num_draft_tokens: proposals a round, at most the trained K-1; 0 is plain decoding. policy at
-    temperature > 0: 'own' samples the drafter's law (DSpine: on its candidates), 'tail_mixed' lets DSpine's
+    num_draft_tokens: proposals a round, at most what the drafter was trained for; 0 is plain decoding. policy at
+    temperature > 0: 'own' samples the drafter's law (DSpine, DFlash2: on its candidates), 'tail_mixed' lets their
     law reach the whole vocabulary, 'point_mass' proposes the greedy draft. dtype: compute precision.
+    confidence_threshold: a confidence head ends the proposal before the first draft below it; 0 proposes all.
     """
 
     num_draft_tokens: int
@@ -53,8 +59,9 @@ class DecodeSettings:
     policy: Policy = "own"
     stop_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    confidence_threshold: float = 0.0
 
-    def check(self, drafter: Drafter | None) -> None:
+    def check(self, drafter: Drafter | PromptLookup | None) -> None:
         """Refuse settings the drafter cannot serve. Raises ValueError."""
         if self.num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} must be 0 (plain decoding) or positive")
@@ -62,6 +69,10 @@ class DecodeSettings:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} needs a drafter; without one use 0")
         if drafter is not None and self.num_draft_tokens > drafter.config.num_draft_tokens:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} exceeds the {drafter.config.num_draft_tokens} this drafter was trained for")
+        if not 0.0 <= self.confidence_threshold <= 1.0:
+            raise ValueError(f"confidence_threshold {self.confidence_threshold} must lie in [0, 1]; 0 proposes every draft")
+        if self.confidence_threshold and not (drafter is not None and drafter.config.confidence):
+            raise ValueError(f"confidence_threshold {self.confidence_threshold} needs a drafter with a confidence head (drafter.confidence); use 0")
         if drafter is not None and self.policy not in drafter.config.policies:
             raise ValueError(f"policy {self.policy!r} cannot be served by a {drafter.config.method} drafter; it can: {', '.join(drafter.config.policies)}")
 
@@ -77,7 +88,7 @@ class DecodeState:
     """
 
     target_cache: KVCache
-    draft_cache: KVCache | None
+    draft_cache: KVCache | TextHistory | None
     anchor_B: jax.Array
     tokens_BT: jax.Array
     count_B: jax.Array
@@ -91,7 +102,7 @@ class DecodeState:
 
 
 def start(
-    drafter: Drafter | None,
+    drafter: Drafter | PromptLookup | None,
     target: Target,
     prompts_BS: jax.Array,
     lengths_B: jax.Array,
@@ -116,7 +127,7 @@ def start(
     first_B = sample(slot_keys(keys_B, 0), target.logits(last_BD), settings.sampling)
     draft_cache = None
     if drafter is not None:
-        draft_cache = drafter.extend_cache(drafter.empty_cache(B, capacity, dtype), out.tapped_BTE, lengths_B)
+        draft_cache = extend_cache(drafter, drafter.empty_cache(B, capacity, dtype), prompts_BS, out.tapped_BTE, lengths_B)
     zeros = jnp.zeros((B, room), jnp.int32)
     count_B = jnp.minimum(limit_B, 1)
     return DecodeState(
@@ -135,7 +146,7 @@ def start(
     )
 
 
-def idle(drafter: Drafter | None, target: Target, batch: int, capacity: int, room: int, settings: DecodeSettings) -> DecodeState:
+def idle(drafter: Drafter | PromptLookup | None, target: Target, batch: int, capacity: int, room: int, settings: DecodeSettings) -> DecodeState:
     """A state whose rows are all finished and empty, for ``insert`` to fill."""
     c, dtype = target.config, jnp.dtype(settings.dtype)
     zeros_B, zeros_BT = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, room), jnp.int32)
@@ -169,10 +180,17 @@ def insert(state: DecodeState, fresh: DecodeState, row_n: jax.Array) -> DecodeSt
     return jax.tree.map(put, state, fresh)
 
 
-def propose(drafter: Drafter, target: Target, state: DecodeState, keys_B: jax.Array, settings: DecodeSettings) -> Draft:
+def extend_cache(drafter: Drafter | PromptLookup, cache, tokens_BT: jax.Array, tapped_BTE: jax.Array | None, count_B: jax.Array):
+    """Let the drafter remember the first count [B] of T tokens that the target was just fed."""
+    return drafter.extend_cache(cache, tokens_BT if isinstance(drafter, PromptLookup) else tapped_BTE, count_B)
+
+
+def propose(drafter: Drafter | PromptLookup, target: Target, state: DecodeState, keys_B: jax.Array, settings: DecodeSettings) -> Draft:
     """Draft the block after each row's anchor. A block-causal drafter runs only the slots it needs."""
+    if isinstance(drafter, PromptLookup):
+        return drafter.propose(state.draft_cache, state.anchor_B).first(settings.num_draft_tokens)
     config = drafter.config
-    block_size = settings.num_draft_tokens + 1 if config.block_attention == "causal" else config.block_size
+    block_size = settings.num_draft_tokens + config.first_slot if config.block_attention == "causal" else config.block_size
     rows_VD, num_tokens = target.output_embedding_VD, target.config.num_tokens
     length_B = state.draft_cache.lengths_B
     noise_ids_BK = jnp.full((length_B.shape[0], block_size), config.mask_token_id, jnp.int32).at[:, 0].set(state.anchor_B)
@@ -180,18 +198,25 @@ def propose(drafter: Drafter, target: Target, state: DecodeState, keys_B: jax.Ar
     positions_BNK = (length_B[:, None] + jnp.arange(block_size, dtype=jnp.int32))[:, None]
     feature_BNR = anchor_features(drafter, rows_VD, state.anchor_B[:, None])
     block = drafter(noise_BNKD, state.draft_cache.keys, state.draft_cache.values, length_B[:, None], positions_BNK, feature_BNR)
+    hidden_BJD = drafting_states(config, block)[:, 0]
     if settings.sampling.greedy or settings.policy == "point_mass":
-        draft = point_mass(select_greedy(drafter, block, rows_VD, feature_BNR, num_tokens=num_tokens)[:, 0])
-    elif not config.redoes_last_write:
-        draft = select_independent(vocabulary_logits(block.hidden_BNKD[:, 0, 1:], rows_VD, num_tokens), keys_B, settings.sampling)
+        draft = point_mass(select_greedy(drafter, target, block, state.anchor_B[:, None], feature_BNR)[:, 0])
+    elif config.scores_pairs and settings.policy == "own":
+        table_BNJPP, ids_BNJP = pair_table(drafter, target, block, state.anchor_B[:, None], feature_BNR)
+        draft = select_on_candidates(table_BNJPP[:, 0], ids_BNJP[:, 0], keys_B, settings.sampling)
     else:
-        table_BNJPP, ids_BNJP = transition_cache(drafter, block, rows_VD, feature_BNR, num_tokens=num_tokens)
-        if settings.policy == "own":
-            draft = select_on_candidates(table_BNJPP[:, 0], ids_BNJP[:, 0], keys_B, settings.sampling)
-        else:
-            logits_BJV = vocabulary_logits(block.hidden_BNKD[:, 0, 1:], rows_VD, num_tokens)
+        logits_BJV = vocabulary_logits(hidden_BJD, rows_VD, num_tokens)
+        if config.scores_pairs:
+            table_BNJPP, ids_BNJP = pair_table(drafter, target, block, state.anchor_B[:, None], feature_BNR)
             draft = select_tail_mixed(logits_BJV, table_BNJPP[:, 0], ids_BNJP[:, 0], keys_B, settings.sampling)
-    return draft.first(settings.num_draft_tokens)
+        elif (head := sequential_head(drafter, target)) is not None:
+            draft = select_sequentially(head, hidden_BJD, logits_BJV, state.anchor_B, keys_B, settings.sampling)
+        else:
+            draft = select_independent(logits_BJV, keys_B, settings.sampling)
+    draft = draft.first(settings.num_draft_tokens)
+    if settings.confidence_threshold:
+        draft = cut_by_confidence(drafter, hidden_BJD, state.anchor_B, draft, settings.confidence_threshold)
+    return draft
 
 
 def accept_uniforms(keys_B: jax.Array, count: int) -> jax.Array:
@@ -200,9 +225,9 @@ def accept_uniforms(keys_B: jax.Array, count: int) -> jax.Array:
 
 
 def judge_greedy(draft: Draft, logits_BKV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Accept while the draft is the target's argmax (ties to the lowest id). -> (num_accepted [B], next token [B])."""
+    """Accept while a proposed draft is the target's argmax (ties to the lowest id). -> (num_accepted [B], next token [B])."""
     choice_BK = jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32)
-    right_BJ = draft.tokens_BJ == choice_BK[:, :-1]
+    right_BJ = (draft.tokens_BJ == choice_BK[:, :-1]) & (jnp.arange(draft.tokens_BJ.shape[1]) < draft.cut_B[:, None])
     accepted_B = jnp.cumprod(right_BJ.astype(jnp.int32), axis=1).sum(axis=1)
     return accepted_B, jnp.take_along_axis(choice_BK, accepted_B[:, None], axis=1)[:, 0]
 
@@ -226,7 +251,9 @@ def judge_sampled(
     return accepted_B, draw(next_keys_B, law_BV)
 
 
-def decoding_round(drafter: Drafter | None, target: Target, state: DecodeState, settings: DecodeSettings, width: int | None = None) -> DecodeState:
+def decoding_round(
+    drafter: Drafter | PromptLookup | None, target: Target, state: DecodeState, settings: DecodeSettings, width: int | None = None
+) -> DecodeState:
     """Draft, verify, accept, commit. Finished rows pass through unchanged but for rows of cache past their length.
 
     ``width``: how many rows of the target's cache are read, where not all can be filled.
@@ -266,7 +293,7 @@ def decoding_round(drafter: Drafter | None, target: Target, state: DecodeState, 
     length_B = state.target_cache.lengths_B + committed_B
     draft_cache = state.draft_cache
     if draft_cache is not None:
-        draft_cache = drafter.extend_cache(draft_cache, out.tapped_BTE, committed_B)
+        draft_cache = extend_cache(drafter, draft_cache, block_BK, out.tapped_BTE, committed_B)
     return dataclasses.replace(
         state,
         target_cache=out.cache.with_lengths(length_B),
@@ -332,7 +359,7 @@ def _refill(drafter_state, target_state, state: DecodeState, row_n, prompts_nS, 
 class Decoder:
     """A target with or without a drafter, compiled once per shape and settings."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, settings: DecodeSettings):
+    def __init__(self, target: Target, drafter: Drafter | PromptLookup | None, settings: DecodeSettings):
         settings.check(drafter)
         self.target, self.drafter, self.settings = target, drafter, settings
         self._target_graph, self._target_state = nnx.split(target)

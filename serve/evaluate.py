@@ -23,6 +23,7 @@ EPILOG = """examples:
 --data is a dataset folder of greedy continuations (docs/data.md) or a folder of such folders, one a benchmark; --benchmarks a JSONL file of prompts or
 a folder of such files. What is not stored is generated: greedy continuations of --benchmarks, sampled ones for every temperature above 0.
 With two or more drafters each is compared with the first by a paired bootstrap over prompts.
+--drafter prompt-lookup is a drafter without a model, which copies what followed the text's last tokens before.
 A label given twice (dspine=seed0 dspine=seed1) is one method with several seeds: their rounds are pooled.
 At temperature > 0 each drafter is scored under every policy it can serve (docs/lossless.md); its best one counts in comparisons.
 Written to --output: results.json (with every round), results.md, a PNG for each temperature, and parts/: finished parts, which a second run takes over.
@@ -34,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("dspine-evaluate", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("--target", required=True, help="HF folder or GGUF file")
-    parser.add_argument("--drafter", required=True, action="append", metavar="[LABEL=]FOLDER", help="drafter folder; repeatable")
+    parser.add_argument("--drafter", required=True, action="append", metavar="[LABEL=]FOLDER", help="drafter folder, or prompt-lookup; repeatable")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", type=Path, help="dataset folder of greedy continuations, or a folder of them")
     source.add_argument("--benchmarks", type=Path, help="JSONL file of prompts, or a folder of them")
@@ -120,7 +121,6 @@ class Evaluation:
         """Load everything and refuse what cannot be compared. Raises ValueError or OSError."""
         import jax.numpy as jnp
 
-        from dspine_jax.drafter_io import load_drafter
         from dspine_jax.sampling import SamplingConfig
         from dspine_jax.target_io import load_target, read_target_config
         from serve.benchmarks import prompt_benchmarks, stored_benchmarks
@@ -132,8 +132,8 @@ class Evaluation:
         self.config = read_target_config(args.target)
         self.drafters = []
         for label, folder in map(split_label, args.drafter):
-            drafter = load_drafter(folder, self.config, dtype=self.dtype)
-            self.drafters.append((label or drafter.config.method, folder, drafter, content_hash(folder)))
+            drafter, weights = self.load_drafter(folder)
+            self.drafters.append((label or drafter.config.method, folder, drafter, weights))
         counts = [drafter.config.num_draft_tokens for _, _, drafter, _ in self.drafters]
         self.num_drafts = counts[0]
         if len(set(counts)) > 1:
@@ -154,6 +154,15 @@ class Evaluation:
         self.parts = Parts(args.output / "parts")
         # What every part depends on beside its own inputs.
         self.origin = (content_hash(Path(args.target)), args.dtype, args.max_new_tokens, args.seed)
+
+    def load_drafter(self, folder: Path) -> tuple:
+        """(the drafter, what its results depend on). A prompt lookup drafts as many tokens as the drafters named before it, or 15."""
+        from dspine_jax.prompt_lookup import PromptLookup
+        from serve.drafters import open_drafter
+
+        named_before = self.drafters[0][2].config.num_draft_tokens if self.drafters else None
+        drafter = open_drafter(folder, self.config, dtype=self.dtype, num_draft_tokens=named_before)
+        return drafter, repr(drafter.config) if isinstance(drafter, PromptLookup) else content_hash(folder)
 
     def policies(self, drafter, sampling) -> tuple[str, ...]:
         """The policies a drafter is scored under."""

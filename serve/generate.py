@@ -36,16 +36,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("prompt", nargs="?", help="the user's message")
     parser.add_argument("--prompts", type=Path, help="JSONL file of prompts")
     parser.add_argument("--target", help="HF folder or GGUF file (default: the embedded demo, with its DSpine drafter)")
-    parser.add_argument("--drafter", help="drafter folder; without one the target decodes alone")
+    parser.add_argument("--drafter", help="drafter folder, or prompt-lookup (copies what followed the same words before); without one the target decodes alone")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json, where the target has none")
     parser.add_argument("--template-mode", choices=TEMPLATE_MODES, help="what the chat template is told of reasoning (default: as the drafter was trained)")
     parser.add_argument("--raw", action="store_true", help="take the text as it is, without the chat template")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
-    parser.add_argument("--num-draft-tokens", type=int, help="drafts a round, up to what the drafter was trained for (default: all)")
+    parser.add_argument("--num-draft-tokens", type=int, help="drafts a round, up to what the drafter was trained for (default: all; prompt-lookup: 15)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, help="0 is off")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 is off")
     parser.add_argument("--policy", choices=("own", "tail_mixed", "point_mass"), help="what is drafted at temperature > 0 (default own; docs/lossless.md)")
+    parser.add_argument("--confidence-threshold", type=float, default=0.0, help="end a proposal before the first draft less sure than this (default 0: never)")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument("--batch-size", type=int, help="prompts decoded together (default: as many as fit the device, up to 1024; 32 on a CPU)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="compute precision (default bfloat16; float32 on a CPU)")
@@ -185,10 +186,10 @@ def load(args: argparse.Namespace) -> tuple:
     import jax.numpy as jnp
 
     from dspine_jax.chat import agreed_template_mode, load_tokenizer
-    from dspine_jax.drafter_io import load_drafter
     from dspine_jax.sampling import SamplingConfig
     from dspine_jax.speculative import DecodeSettings
     from dspine_jax.target_io import load_target, read_target_config
+    from serve.drafters import open_drafter
     from serve.environment import default_dtype
     from serve.prompts import Prompt, read_prompts
 
@@ -198,13 +199,13 @@ def load(args: argparse.Namespace) -> tuple:
     config = read_target_config(args.target)
     tokenizer = load_tokenizer(args.target, args.tokenizer)
     dtype = jnp.dtype(args.dtype)
-    drafter = load_drafter(args.drafter, config, dtype=dtype) if args.drafter else None
+    drafter = open_drafter(args.drafter, config, dtype=dtype, num_draft_tokens=args.num_draft_tokens) if args.drafter else None
     mode = agreed_template_mode(args.template_mode, {f"the drafter {args.drafter}": drafter.config.template_mode} if drafter else {})
     prompts = prompt_ids(asked, tokenizer, mode, config, args)  # before the target's weights are read
     drafts = args.num_draft_tokens
     if drafts is None:
         drafts = drafter.config.num_draft_tokens if drafter else 0
-    settings = DecodeSettings(drafts, sampling, args.policy or "own", config.eos_token_ids, args.dtype)
+    settings = DecodeSettings(drafts, sampling, args.policy or "own", config.eos_token_ids, args.dtype, args.confidence_threshold)
     settings.check(drafter)
     return tokenizer, prompts, [prompt.line for prompt in asked], load_target(args.target, dtype=dtype), drafter, settings
 
@@ -266,7 +267,7 @@ def run(args: argparse.Namespace) -> tuple[dict, int]:
         if seconds is None:
             seconds = decode(decoder, prompts, args, "timing")[1]
         if drafter is not None and (args.check or not args.no_baseline):
-            plain = Decoder(target, None, dataclasses.replace(settings, num_draft_tokens=0, policy="own"))
+            plain = Decoder(target, None, dataclasses.replace(settings, num_draft_tokens=0, policy="own", confidence_threshold=0.0))
             plain_answers, plain_seconds = decode(plain, prompts, args, "plain decoding")
             report["plain_tokens_per_s"] = sum(len(answer.tokens) for answer in plain_answers) / plain_seconds
             if settings.sampling.greedy:

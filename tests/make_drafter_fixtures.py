@@ -1,4 +1,4 @@
-"""Writes tests/fixtures/drafter_dflash: a tiny random DFlash and what PyPI dflash says about it.
+"""Writes tests/fixtures/drafter_dflash and drafter_dflash2: tiny random drafters and what PyPI dflash says about them.
 
 Needs torch (CPU), transformers and dflash 0.1.0, Python 3.11: ``python -m tests.make_drafter_fixtures``. Weights are rounded to
 bf16 before the reference runs in fp32, so the small file holds them exactly; the tensors keep the names that dflash gives them.
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dflash.model import DFlashDraftModel
+from dflash.model import DFlash2DraftModel, DFlashDraftModel
 from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen3Config
 
-from dspine_jax.config import DrafterConfig
+from dspine_jax.config import ConvolutionConfig, DrafterConfig, SelectorConfig
 from dspine_jax.config_io import save_config
 
 HERE = Path(__file__).parent / "fixtures"
@@ -30,33 +30,42 @@ SIZES = {
 THETA, VOCAB, TARGET_LAYERS, TAPS, MASK_ID, BLOCK = 1e6, 128, 8, (0, 3, 4), 7, 6
 CONTEXT = 13
 PIECES = (5, 1, 7, 3)  # new context rows before each cached block
+TEMPERATURE = 8.0
 ANCHORS = (0, 3, 4, 5, 17, 24)  # closer than a block, at the start and at the end of the context
 
 
-def random_dflash(*, seed: int, theta: float = THETA, **sizes) -> DFlashDraftModel:
-    """A tiny fp32 dflash model in eval mode whose weights are exact in bf16."""
+SECOND = {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
+
+
+def random_dflash(*, seed: int, theta: float = THETA, second: dict | None = None, **sizes) -> DFlashDraftModel:
+    """A tiny fp32 dflash model in eval mode whose weights are exact in bf16; ``second`` holds DFlash2's own sizes."""
     config = Qwen3Config(
         vocab_size=VOCAB,
         **SIZES | sizes,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         num_target_layers=TARGET_LAYERS,
         block_size=BLOCK,
-        dflash_config={"target_layer_ids": list(TAPS), "mask_token_id": MASK_ID},
+        dflash_config={"target_layer_ids": list(TAPS), "mask_token_id": MASK_ID} | (second or {}),
     )
-    model = DFlashDraftModel(config).float().eval()
+    model = (DFlash2DraftModel if second else DFlashDraftModel)(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            norm = "norm" in name
-            value = 0.5 + torch.rand(parameter.shape, generator=generator) if norm else 0.15 * torch.randn(parameter.shape, generator=generator)
+            std = 1.5 if "codebook" in name else 0.15  # a selector that changes drafts
+            value = 0.5 + torch.rand(parameter.shape, generator=generator) if "norm" in name else std * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(value.bfloat16().float())
     return model
 
 
 def drafter_config(model: DFlashDraftModel) -> DrafterConfig:
     """The same architecture in our own config, every size explicit."""
-    c = model.config
+    c, second = model.config, {}
+    if isinstance(model, DFlash2DraftModel):
+        own = c.dflash_config
+        second["convolution"] = ConvolutionConfig(own["conv_kernel_size"], own["conv_group_size"])
+        second["selector"] = SelectorConfig(own["selector_rank"], own["selector_top_k"])
     return DrafterConfig(
+        **second,
         mask_token_id=MASK_ID,
         block_size=BLOCK,
         num_layers=c.num_hidden_layers,
@@ -78,7 +87,9 @@ def write_folder(folder: Path, model: DFlashDraftModel) -> None:
     """A drafter folder with dflash's own tensor names."""
     folder.mkdir(parents=True, exist_ok=True)
     save_config(drafter_config(model), folder / "config.json")
-    save_file({name: value.bfloat16().contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    # Files hold the codebooks under their bare names, which dflash maps to its embedding modules when it loads them.
+    tensors = {name.replace("codebook.weight", "codebook"): value.bfloat16().contiguous() for name, value in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def anchor_mask(anchors: tuple[int, ...], context: int, block: int, *, causal: bool) -> np.ndarray:
@@ -135,15 +146,41 @@ def reference(model: DFlashDraftModel, *, seed: int) -> dict[str, np.ndarray]:
     return arrays
 
 
+@torch.no_grad()
+def reference_of_second(model: DFlash2DraftModel, *, seed: int) -> dict[str, np.ndarray]:
+    """Inputs, hidden states (fresh and cached), greedy drafts, and candidates and law along a sampled path. Many rows, so that paths differ."""
+    rng = np.random.default_rng(seed)
+    D, rows = model.config.hidden_size, 8
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    arrays = {"taps": draw(rows, CONTEXT, len(TAPS) * D), "noise": draw(rows, BLOCK, D), "head": draw(VOCAB, D), "anchors": rng.integers(0, VOCAB, rows)}
+    taps, noise, anchors = (torch.from_numpy(arrays[name]) for name in ("taps", "noise", "anchors"))
+    head = torch.nn.Linear(D, VOCAB, bias=False)
+    head.weight.copy_(torch.from_numpy(arrays["head"]))
+    positions = torch.arange(CONTEXT + BLOCK)[None].expand(rows, -1)
+    hidden = model(position_ids=positions, noise_embedding=noise, target_hidden=taps)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    for start, stop in ((0, CONTEXT - 3), (CONTEXT - 3, CONTEXT)):
+        kw = dict(position_ids=positions[:, start : stop + BLOCK], past_key_values=cache, use_cache=True)
+        cached = model(noise_embedding=noise, target_hidden=taps[:, start:stop], **kw)
+        cache.crop(-BLOCK)
+    arrays |= {"hidden": hidden.numpy(), "cached": cached.numpy()}
+    arrays["greedy"] = model.propose(hidden[:, 1:], anchors, head, 0.0)[0].numpy()
+    torch.manual_seed(seed)
+    sampled, candidates, law = model.propose(hidden[:, 1:], anchors, head, TEMPERATURE)
+    return arrays | {"sampled": sampled.numpy(), "candidates": candidates.numpy(), "law": law.numpy()}
+
+
 def main() -> None:
-    """Write the folder and print its size."""
+    """Write the folders and print their sizes."""
     torch.set_num_threads(2)
-    folder = HERE / "drafter_dflash"
-    model = random_dflash(seed=3)
-    write_folder(folder, model)
-    np.savez_compressed(folder / "reference.npz", **reference(model, seed=4))
-    for file in sorted(folder.iterdir()):
-        print(f"{file.stat().st_size:9d} {file.relative_to(HERE)}")
+    first, second = random_dflash(seed=3), random_dflash(seed=5, second=SECOND)
+    for name, model, make in (("drafter_dflash", first, reference), ("drafter_dflash2", second, reference_of_second)):
+        folder = HERE / name
+        write_folder(folder, model)
+        np.savez_compressed(folder / "reference.npz", **make(model, seed=4))
+        for file in sorted(folder.iterdir()):
+            print(f"{file.stat().st_size:9d} {file.relative_to(HERE)}")
 
 
 if __name__ == "__main__":

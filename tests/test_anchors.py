@@ -103,18 +103,19 @@ def test_more_anchors_than_positions_are_refused_without_replacement():
 # ---- R02: one index -----------------------------------------------------------------------------
 
 
-def blocks_of(anchors: list[int], *, loss_mask=None, block_size: int = 4, keep: list[bool] | None = None):
+def blocks_of(anchors: list[int], *, loss_mask=None, block_size: int = 4, keep: list[bool] | None = None, **layout):
     """Blocks over ids 10..19 at positions 0..9."""
     tokens = jnp.arange(10, 20)[None]
     mask = jnp.ones((1, 10), bool) if loss_mask is None else jnp.asarray(loss_mask, bool)[None]
     keep = jnp.ones((1, len(anchors)), bool) if keep is None else jnp.array([keep])
-    return make_blocks(tokens, mask, jnp.array([anchors], jnp.int32), keep, block_size=block_size, mask_token_id=MASK)
+    return make_blocks(tokens, mask, jnp.array([anchors], jnp.int32), keep, block_size=block_size, mask_token_id=MASK, **layout)
 
 
 def labels_in_words(blocks, n: int) -> list[int | None]:
-    """Labels of block n by slot; None where nothing is supervised (slot 0 always)."""
+    """Labels of block n by slot; None where nothing is supervised (slot 0 of the fill-in layout always)."""
     pairs = zip(blocks.labels_BNJ[0, n].tolist(), blocks.eval_mask_BNJ[0, n].tolist())
-    return [None] + [label if supervised else None for label, supervised in pairs]
+    silent = blocks.noise_ids_BNK.shape[-1] - blocks.labels_BNJ.shape[-1]
+    return [None] * silent + [label if supervised else None for label, supervised in pairs]
 
 
 def test_ids_labels_and_visible_features_share_one_index():
@@ -126,6 +127,28 @@ def test_ids_labels_and_visible_features_share_one_index():
     assert labels_in_words(blocks, 1) == [None, 19, None, None]
     assert blocks.positions_BNK[0].tolist() == [[3, 4, 5, 6], [8, 9, 10, 11]]  # never clamped
     assert blocks.predecessors_BNJ[0, 0].tolist() == [13, 14, 15]
+
+
+def test_in_the_shifted_layout_every_slot_says_the_token_after_its_own():
+    """R02, next-token layout: the anchor at 3 reads the same block and predicts [14, 15, 16, 17]; at 8 [19, none, none, none]."""
+    fill_in, blocks = blocks_of([3, 8]), blocks_of([3, 8], num_predicting_slots=4)
+    for name in ("noise_ids_BNK", "context_len_BN", "positions_BNK"):
+        np.testing.assert_array_equal(getattr(blocks, name), getattr(fill_in, name))
+    assert labels_in_words(blocks, 0) == [14, 15, 16, 17]
+    assert labels_in_words(blocks, 1) == [19, None, None, None]
+    assert blocks.predecessors_BNJ[0, 0].tolist() == [13, 14, 15, 16]
+
+
+@pytest.mark.parametrize("slots, labels", [(3, [None, 14, None, 16]), (4, [14, None, 16, 17])])
+def test_the_prefix_mask_ends_a_block_at_the_first_hole(slots, labels):
+    """R02: loss mask 0 at position 5 silences the slot that must say 15, and under the prefix mask every later slot of the block."""
+    mask = np.ones(10, bool)
+    mask[5] = False
+    first = labels.index(14)
+    assert labels_in_words(blocks_of([3], loss_mask=mask, num_predicting_slots=slots), 0) == labels
+    cut = blocks_of([3, 6], loss_mask=mask, num_predicting_slots=slots, prefix_mask=True)
+    assert labels_in_words(cut, 0) == labels[: first + 1] + [None] * (3 - first)
+    assert labels_in_words(cut, 1)[first:] == [17, 18, 19, None][: 4 - first], "a block without a hole keeps all"
 
 
 def test_a_hole_in_the_loss_mask_takes_out_the_slot_whose_label_it_is():
@@ -141,27 +164,28 @@ def test_an_unkept_block_has_no_context_and_no_label():
     assert labels_in_words(blocks, 1) == [None] * 4 and labels_in_words(blocks, 0) == [None, 14, 15, 16]
 
 
-@pytest.mark.parametrize("block_size", [2, 5])
-def test_blocks_of_random_rows_equal_a_loop(block_size):
+@pytest.mark.parametrize("block_size, shift", [(2, 0), (5, 0), (4, 1)])
+def test_blocks_of_random_rows_equal_a_loop(block_size, shift):
     rng = np.random.default_rng(block_size)
     B, S, N = 3, 11, 6
     tokens, mask = rng.integers(0, 90, (B, S)), rng.random((B, S)) < 0.6
     anchors, keep = rng.integers(0, S, (B, N)).astype(np.int32), rng.random((B, N)) < 0.7
     arrays = map(jnp.asarray, (tokens, mask, anchors, keep))
-    blocks = make_blocks(*arrays, block_size=block_size, mask_token_id=MASK)
+    blocks = make_blocks(*arrays, block_size=block_size, mask_token_id=MASK, num_predicting_slots=block_size - 1 + shift)
+    assert blocks.labels_BNJ.shape == (B, N, block_size - 1 + shift)
     for b in range(B):
         for n in range(N):
             anchor = int(anchors[b, n])
             assert blocks.noise_ids_BNK[b, n].tolist() == [tokens[b, anchor]] + [MASK] * (block_size - 1)
             assert int(blocks.context_len_BN[b, n]) == (anchor if keep[b, n] else 0)
-            for slot in range(1, block_size):
-                at = anchor + slot
+            assert blocks.positions_BNK[b, n].tolist() == list(range(anchor, anchor + block_size))
+            for slot in range(1 - shift, block_size):
+                at, j = anchor + slot + shift, slot - 1 + shift
                 supervised = bool(keep[b, n] and at < S and mask[b, at])
-                assert bool(blocks.eval_mask_BNJ[b, n, slot - 1]) == supervised
-                assert int(blocks.positions_BNK[b, n, slot]) == at
+                assert bool(blocks.eval_mask_BNJ[b, n, j]) == supervised
                 if supervised:
-                    assert int(blocks.labels_BNJ[b, n, slot - 1]) == tokens[b, at]
-                    assert int(blocks.predecessors_BNJ[b, n, slot - 1]) == tokens[b, at - 1]
+                    assert int(blocks.labels_BNJ[b, n, j]) == tokens[b, at]
+                    assert int(blocks.predecessors_BNJ[b, n, j]) == tokens[b, at - 1]
 
 
 def test_every_drawn_anchor_has_a_label_in_its_first_slot():

@@ -116,7 +116,7 @@ def files(tmp_path_factory) -> Path:
     (root / "shuffled" / "tokenizer.json").write_text(json.dumps(content))
     (root / "no_template" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     config = read_target_config(root / "target")
-    for name, method, seed in (("dspine", "dspine", 1), ("dflash", "dflash", 2), ("twin", "dspine", 3)):
+    for name, method, seed in (("dspine", "dspine", 1), ("dflash", "dflash", 2), ("twin", "dspine", 3), ("dspark", "dspark", 4)):
         drafter = Drafter(
             tiny.train_config(method, drafter={"num_layers": 1, "target_layer_ids": (0,)}, injection={"transfer_size": 8}).drafter.resolve(config),
             rngs=nnx.Rngs(seed),
@@ -285,6 +285,7 @@ GENERATE = [
     Row("--top-k", "", "--top-k 1", tokens, f"{PLAIN} --temperature 1 --prompts {{two.jsonl}} --batch-size 2"),
     Row("--top-p", "", "--top-p 1e-6", tokens, f"{PLAIN} --temperature 1 --prompts {{two.jsonl}} --batch-size 2"),
     Row("--policy", "", "--policy point_mass", lambda o: o.rounds, f"{DRAFTED} --temperature 1 'w10 w20'"),
+    Row("--confidence-threshold", "", "--confidence-threshold 0.9999", most_proposed, f"{PLAIN} --no-baseline --drafter {{dspark}} 'w10 w20'"),
     Row("--seed", "", "--seed 1", tokens, f"{DRAFTED} --temperature 1 'w10 w20'"),
     Row("--batch-size", "", "--batch-size 1", lambda o: set(o.started), f"{PLAIN} --prompts {{two.jsonl}}"),
     Row("--dtype", "", "--dtype bfloat16", weights_dtype, f"{PLAIN} 'w10 w20'"),
@@ -505,7 +506,7 @@ def test_ctrl_c_while_loading_is_one_line(files, monkeypatch):
 
 
 @pytest.mark.parametrize("law", ["", "--temperature 1"])
-@pytest.mark.parametrize("drafter", ["", "--drafter {dspine} --no-baseline"])
+@pytest.mark.parametrize("drafter", ["", "--drafter {dspine} --no-baseline", "--drafter prompt-lookup --no-baseline"])
 def test_prompts_of_a_file_are_answered_as_if_alone(law, drafter, files, generated):
     """In the order of the file, for every batch size; the first prompt's text is that of the prompt alone, as both have key 0."""
     text = f"{PLAIN} {law} {drafter}"
@@ -517,6 +518,17 @@ def test_prompts_of_a_file_are_answered_as_if_alone(law, drafter, files, generat
     assert tokens(generated(f"{text} w10")) == tokens(one)[0]
     shown = generated(f"{text} --prompts {{many.jsonl}} --batch-size 3".replace("--json", ""))
     assert shown.out == "".join(text + "\n\n" for text in three.report["text"])
+
+
+def test_a_prompt_lookup_writes_the_text_of_plain_decoding(generated):
+    """Alone and from a file; 15 drafts a round, or as many as are asked for; it has one policy."""
+    for prompts in ("'w10 w20 w10'", "--prompts {many.jsonl} --batch-size 3"):
+        drafted, plain = (generated(f"{PLAIN} --max-new-tokens 40 {drafter} {prompts}") for drafter in ("--drafter prompt-lookup --check", ""))
+        assert drafted.code == 0 and drafted.report["matches_greedy"] and tokens(drafted) == tokens(plain)
+        assert 4 < most_proposed(drafted) <= 15 and drafted.report["tau"] > 1
+    assert most_proposed(generated(f"{PLAIN} --max-new-tokens 40 --drafter prompt-lookup --num-draft-tokens 2 --no-baseline 'w10 w20 w10'")) == 2
+    refused = generated(f"{PLAIN} --temperature 1 --drafter prompt-lookup --policy point_mass w10")
+    assert refused.code == 2 and "policy 'point_mass' cannot be served by a prompt-lookup drafter" in refused.err
 
 
 def test_prompts_of_a_file_have_a_progress_bar_in_a_terminal(files, monkeypatch):
@@ -1137,6 +1149,8 @@ def kept_steps(run: Counted) -> list[int]:
 
 RUNS = (exit_code_of_run, logged_steps, kept_steps)
 DEEP = "target={deep} drafter.target_layer_ids=(0,1)"
+FLASH = "drafter.injection=none"
+SELECTING, MARKOV, SURE, GRU = (f"{FLASH} drafter.{part}" for part in ("selector.rank=8", "markov.rank=4", "confidence=true", "gru.hidden_size=8"))
 
 
 def config_row(name: str, second: object, *observe: Callable, first: object = None, common: str = "") -> tuple:
@@ -1149,6 +1163,7 @@ CONFIG = [
     config_row("target", "{other}", target_weights),
     config_row("init_from", "{twin}", start_weights, transfer_space, first="{dspine}"),
     config_row("steps", 77, step_text),
+    config_row("epochs", 50, step_text, first=3),
     config_row("seed", 1, start_text, first_batches),
     config_row("compute_dtype", "bfloat16", step_text, target_weights),
     config_row("remat", True, step_text),
@@ -1162,6 +1177,17 @@ CONFIG = [
     config_row("drafter.injection.whiten", False, transfer_space),
     config_row("drafter.injection.message_init_std", 0.5, start_text),
     config_row("drafter.injection.num_candidates", 8, decoding_table),
+    config_row("drafter.label_shift", "shifted", step_text, common=FLASH),
+    config_row("drafter.convolution.taps", 3, step_text, first=2, common=FLASH),
+    config_row("drafter.convolution.group_size", 8, step_text, first=16, common=FLASH),
+    config_row("drafter.selector.rank", 4, step_text, first=8, common=FLASH),
+    config_row("drafter.selector.num_candidates", 4, step_text, first=8, common=SELECTING),
+    config_row("drafter.markov.kind", "gated", step_text, first="vanilla", common=MARKOV),
+    config_row("drafter.markov.rank", 8, step_text, first=4, common=FLASH),
+    config_row("drafter.confidence", True, step_text, common=FLASH),
+    config_row("drafter.confidence_with_markov", True, step_text, common=f"{MARKOV} drafter.confidence=true"),
+    config_row("drafter.gru.hidden_size", 4, step_text, first=8, common=FLASH),
+    config_row("drafter.gru.projection_size", 4, step_text, first=8, common=GRU),
     config_row("drafter.num_heads", 4, step_text),
     config_row("drafter.num_kv_heads", 1, step_text),
     config_row("drafter.head_dim", 4, step_text),
@@ -1178,6 +1204,13 @@ CONFIG = [
     config_row("loss.base_weight", 0.25, step_text),
     config_row("loss.feature_weight", 0.25, step_text),
     config_row("loss.vocab_chunk", 5, step_text),
+    config_row("loss.ce_weight", 0.25, step_text),
+    config_row("loss.l1_weight", 0.25, step_text),
+    config_row("loss.prefix_mask", True, step_text),
+    config_row("loss.dpace_alpha", 0.5, step_text),
+    config_row("loss.selector_weight", 0.25, step_text, common=SELECTING),
+    config_row("loss.confidence_weight", 0.25, step_text, common=SURE),
+    config_row("loss.base_decay_fraction", 0.25, step_text, common=GRU),
     config_row("optimizer.learning_rate", 0.1, step_text),
     config_row("optimizer.beta1", 0.5, step_text),
     config_row("optimizer.beta2", 0.5, step_text),
@@ -1185,6 +1218,7 @@ CONFIG = [
     config_row("optimizer.warmup_fraction", 0.5, step_text),
     config_row("optimizer.final_fraction", 0.5, step_text),
     config_row("optimizer.clip_norm", 0.5, step_text),
+    config_row("optimizer.ema_decay", 0.5, step_text),
     config_row("optimizer.on_nonfinite", "stop", exit_code_of_run),
     config_row("optimizer.max_consecutive_skips", 3, exit_code_of_run),
     config_row("mesh.data", 2, layout, first=4, common="mesh.fsdp=-1"),  # eight devices: the other axis takes the rest
@@ -1200,7 +1234,6 @@ CARRIED = {
     "drafter.vocab_size": (128, 64, "drafter.vocab_size is 64 but the target has 128"),
     "drafter.num_target_layers": (2, 9, "drafter.num_target_layers is 9 but the target has 2"),
     "drafter.template_mode": (None, "thinking", "does not record its template mode, but 'thinking' is asked for"),
-    "drafter.label_shift": ("same_position", "shifted", "drafter.label_shift: shifted is not of type 'same_position'"),
 }
 
 
@@ -1448,6 +1481,9 @@ def test_the_compute_precision_left_out_is_the_fast_one_of_the_device(backend, d
     assert default_dtype() == dtype
 
 
+OTHER_PARTS = {"convolution", "selector", "markov", "gru"}  # of methods that a drafter is not
+
+
 def test_evaluate_resolves_what_is_left_out(files, tmp_path):
     required = ["--target", "{target}", "--drafter", "{dspine}", "--data", "{data}", "--output", "{evaluation}"]
     evaluation = evaluate.Evaluation(evaluate.parse_args(filled(shlex.join(required), files)))
@@ -1456,7 +1492,7 @@ def test_evaluate_resolves_what_is_left_out(files, tmp_path):
     resolved = [*evaluation.samplings, evaluation.config, *(drafter.config for _, _, drafter, _ in evaluation.drafters)]
     assert {type(config) for config in resolved} == {SamplingConfig, TargetConfig, DrafterConfig}
     for config in resolved:
-        assert unset(dataclasses.asdict(config)) <= {"template_mode"} and same_again(config, tmp_path / "config.json")
+        assert unset(dataclasses.asdict(config)) <= {"template_mode", *OTHER_PARTS} and same_again(config, tmp_path / "config.json")
 
 
 def test_convert_resolves_what_is_left_out(files, tmp_path):
@@ -1484,11 +1520,9 @@ def test_prepare_resolves_what_is_left_out(files, prepared, tmp_path):
     assert unset(dataclasses.asdict(read_config(tmp_path / "set" / "manifest.json", Manifest))) == set()
 
 
-# Random weights; the folder's width; DFlash; and these data record no mode.
-TRAIN_MAY_BE_NONE = {
-    "dflash": {"init_from", "data.max_length", "drafter.injection", "drafter.template_mode"},
-    "dspine": {"init_from", "data.max_length", "drafter.template_mode"},
-}
+# Random weights; steps, not epochs; the folder's width; parts of other methods; exponential decay; and these data record no mode.
+TRAIN_MAY_BE_NONE = {"init_from", "epochs", "data.max_length", "loss.dpace_alpha", "drafter.template_mode"}
+TRAIN_MAY_BE_NONE |= {f"drafter.{part}" for part in OTHER_PARTS}
 
 
 @pytest.mark.parametrize("method", tiny.METHODS)
@@ -1502,7 +1536,7 @@ def test_train_resolves_what_is_left_out_and_its_saved_config_gives_the_same_run
     assert isinstance(reached, TrainConfig), err
     saved = tmp_path / "run" / "config.json"
     first = saved.read_bytes()
-    assert unset(json.loads(first)) == TRAIN_MAY_BE_NONE[method]
+    assert unset(json.loads(first)) == TRAIN_MAY_BE_NONE | ({"drafter.injection"} if method == "dflash" else set())
     assert read_config(saved) == reached and same_again(reached, tmp_path / "copy.json") and (tmp_path / "copy.json").read_bytes() == first
     saved.unlink()
     (tmp_path / "again.py").write_text(f"from dspine_jax.config_io import read_config\nconfig = read_config({str(tmp_path / 'copy.json')!r})\n")

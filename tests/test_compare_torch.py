@@ -54,6 +54,15 @@ def test_without_torch_the_command_says_what_to_do(monkeypatch, capsys):
     assert "torch" in (message := capsys.readouterr().err) and "--only jax" in message
 
 
+@pytest.mark.parametrize(
+    "setting", ["loss.l1_weight=0.5", "loss.dpace_alpha=0.5", "loss.prefix_mask=true", "optimizer.ema_decay=0.9", "drafter.label_shift=shifted"]
+)
+def test_what_pytorch_does_not_compute_is_refused(setting, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: True)
+    assert compare_torch.main([*OPTIONS, "--methods", "dflash", "--set", setting]) == 2
+    assert f"the PyTorch side computes {setting.split('=')[0]} " in (message := capsys.readouterr().err) and "--only jax" in message
+
+
 def test_bad_options_are_refused_before_anything_runs(capsys):
     assert compare_torch.main([*OPTIONS, "--only", "jax", "--set", "data.batch_sise=2"]) == 2
     assert "data.batch_size" in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_override_creates_an_optional_group_and_applies_together():
         ("learning_rate=1", r"unknown key learning_rate; did you mean optimizer\.learning_rate\? Known at the top level of TrainConfig: workdir, target"),
         ("every=1", r"did you mean checkpoint\.every or log\.every\?"),
         ("optimiser.beta1=1", r"unknown key optimiser; did you mean optimizer\?"),
-        ("drafter.injection.rank=1", r"unknown key drafter\.injection\.rank; did you mean drafter\.injection\."),
+        ("drafter.injection.transfer=1", r"unknown key drafter\.injection\.transfer; did you mean drafter\.injection\.transfer_size"),
         ("steps.x=1", "steps is a single value of type int"),
         ("steps=1e3", "steps: 1e3 is not of type int"),
         ("steps=True", "steps: True is not of type int"),
@@ -254,7 +254,7 @@ def test_there_are_shipped_configs():
 def test_resolved_drafter_has_no_none_and_reads_back(drafter, tmp_path):
     resolved = drafter.resolve(TARGET)
     # None is DFlash there and a mode that the data do not record, not an unset number.
-    optional = {"template_mode"} | ({"injection"} if drafter.injection is None else set())
+    optional = {"template_mode"} | {part for part in ("injection", "convolution", "selector", "markov", "gru") if getattr(drafter, part) is None}
     assert {name for name, value in config_to_dict(resolved).items() if value is None} == optional
     if resolved.injection is not None:
         assert None not in config_to_dict(resolved.injection).values()
@@ -304,12 +304,15 @@ def test_resolve_refuses(changes, message):
         (lambda: InjectionConfig(num_candidates=0), "num_candidates 0 is not a power of two"),
         (lambda: DrafterConfig(block_size=1), "block_size 1 leaves no draft"),
         (lambda: DrafterConfig(num_layers=0), "num_layers 0 must be at least 1"),
+        (lambda: dataclasses.replace(DSPINE, label_shift="shifted"), "drafter.injection needs drafter.label_shift 'same_position'"),
         (lambda: dataclasses.replace(DSPINE, block_attention="bidirectional"), "needs block_attention 'causal'"),
         (lambda: DrafterConfig(injection=InjectionConfig(layers=(5,))), r"injection.layers: 5 is outside 0\.\.4"),
         (lambda: DrafterConfig(injection=InjectionConfig(layers=(2, 1))), r"\(2, 1\) must be increasing"),
         (lambda: DrafterConfig(injection=InjectionConfig(layers=())), "injection.layers is empty"),
         (lambda: LossConfig(loss_decay_gamma=0.0), "loss_decay_gamma 0.0 must be positive"),
         (lambda: LossConfig(vocab_chunk=0), "vocab_chunk 0 must be positive"),
+        (lambda: LossConfig(dpace_alpha=1.0), r"loss.dpace_alpha 1.0 must lie in \[0, 1\); None keeps the decay"),
+        (lambda: OptimizerConfig(ema_decay=1.0), r"optimizer.ema_decay 1.0 must lie in \[0, 1\)"),
         (lambda: dataclasses.replace(TARGET, num_kv_heads=3), "num_heads 4 is not a multiple of num_kv_heads 3"),
         (lambda: dataclasses.replace(TARGET, head_dim=7), "head_dim 7 is odd"),
         (lambda: dataclasses.replace(TARGET, num_tokens=161), r"num_tokens 161 must lie in 1\.\.160"),
@@ -318,6 +321,7 @@ def test_resolve_refuses(changes, message):
         (lambda: apply_overrides(CONFIG, ["anchors.num_anchors=-1"]), "anchors.num_anchors is -1"),
         (lambda: apply_overrides(CONFIG, ["checkpoint.keep=0"]), "checkpoint.keep is 0"),
         (lambda: apply_overrides(CONFIG, ["log.every=0"]), "log.every is 0"),
+        (lambda: apply_overrides(CONFIG, ["epochs=0"]), "epochs is 0"),
     ],
 )
 def test_dataclasses_refuse_impossible_values(make, message):
@@ -326,6 +330,8 @@ def test_dataclasses_refuse_impossible_values(make, message):
 
 
 def test_derived_properties():
+    layouts = [DrafterConfig(block_size=6, label_shift=layout) for layout in ("same_position", "shifted")]
+    assert [(c.first_slot, c.num_predicting_slots, c.num_draft_tokens) for c in layouts] == [(1, 5, 5), (0, 6, 6)]
     assert (DSPINE.method, DSPINE.num_draft_tokens, DSPINE.injection_layers, DSPINE.redoes_last_write) == ("dspine", 7, (0, 1), True)
     first_only = dataclasses.replace(DSPINE, injection=InjectionConfig(layers=(0,)))
     assert first_only.injection_layers == (0,) and not first_only.redoes_last_write
@@ -348,10 +354,17 @@ def test_default_target_layer_ids_refuse_small_targets_and_repeats():
         default_target_layer_ids(6, num_taps=5)
 
 
-@pytest.mark.parametrize("method, millions", [("dflash", 19.36), ("dspine", 22.68)])
-def test_shipped_configs_build_their_drafters_for_their_target(method, millions):
-    """Abstractly: shapes only. The sizes are those of SmolLM2-135M-Instruct."""
+SHIPPED = [("dflash", 19.36, 0), ("dspine", 22.68, 3.32), ("dflash2", 26.54, 7.18), ("dspark", 25.65, 6.29), ("domino", 23.20, 3.84)]
+
+
+@pytest.mark.parametrize("method, millions, head", SHIPPED)
+def test_shipped_configs_build_their_drafters_for_their_target(method, millions, head):
+    """Abstractly: shapes only. The sizes are those of SmolLM2-135M-Instruct; all draft 15 tokens a round."""
     target = TargetConfig("llama", 49152, 49152, 576, 30, 9, 3, 64, 1536, 100000.0, 1e-5, True, (2,), 8192)
     config = load_config(CONFIGS / f"smollm2_135m_{method}.py").drafter.resolve(target)
     drafter = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
-    assert round(drafter_parameter_counts(drafter)["total"] / 1e6, 2) == millions
+    counts = drafter_parameter_counts(drafter)
+    assert (round(counts["total"] / 1e6, 2), round(counts["head"] / 1e6, 2)) == (millions, head)
+    assert (config.method, config.num_draft_tokens) == (method, 15)
+    if method in ("dflash2", "dspark", "domino"):
+        assert f"{millions:.2f}M trained parameters, {head:.2f}M of them" in (CONFIGS / f"smollm2_135m_{method}.py").read_text()

@@ -49,7 +49,7 @@ def everything(drafter, target, block, feature_BNR, predecessors_BNJ) -> dict:
     out = {
         "hidden": block.hidden_BNKD,
         "logits": target.logits(block.hidden_BNKD)[..., :num_tokens],
-        "tokens": select_greedy(drafter, block, rows_VD, feature_BNR, num_tokens=num_tokens),
+        "tokens": select_greedy(drafter, target, block, predecessors_BNJ[..., 0], feature_BNR),
     }
     if drafter.config.redoes_last_write:
         P = drafter.config.injection.num_candidates
@@ -388,7 +388,7 @@ def test_a_folder_holds_exactly_the_promised_tensors_and_reads_back(target, fold
     for a, b in zip(jax.tree.leaves(nnx.state(drafter)), jax.tree.leaves(nnx.state(original)), strict=True):
         np.testing.assert_array_equal(a, b)
     counts = drafter_parameter_counts(drafter)
-    assert counts["injection"] == 64 + 2 * 64 * 24 + 64 * 64 + 64 + 64 * 24
+    assert counts["head"] == counts["injection"] == 64 + 2 * 64 * 24 + 64 * 64 + 64 + 64 * 24
     assert counts["total"] == sum(x.size for name, x in stored.items() if not name.startswith("transfer."))
 
 

@@ -194,6 +194,27 @@ def test_two_temperatures_and_real_decoding(files, tmp_path, capsys):
         assert words in text
 
 
+def test_a_shifted_drafter_and_a_prompt_lookup_are_scored_beside_each_other(files, tmp_path):
+    """A shifted drafter of 3 slots and the lookup both draft 3; decoding and replay agree to the last round."""
+    sizes = {"block_size": 3, "num_layers": 1}
+    drafter = Drafter(tiny.train_config("dspark", drafter=sizes).drafter.resolve(read_target_config(files / "target")), rngs=nnx.Rngs(1))
+    save_drafter(tmp_path / "dspark", drafter)
+    drafters = ["--drafter", str(tmp_path / "dspark"), "--drafter", "prompt-lookup"]
+    extra = ["--temperature", "0", "1", "--max-new-tokens", "16", "--decode", "2", "--output", str(tmp_path / "out")]
+    assert evaluate.main([*arguments(files, *drafters), *extra]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["temperatures"]
+    policies = {label: set(by_policy) for label, by_policy in results["T1"]["policies"].items()}
+    assert policies == {"dspark": {"own", "point_mass"}, "prompt-lookup": {"own"}}
+    greedy = [e for e in results["T0"]["decoding"] if e["method"] != "plain"]
+    assert {(e["method"], e["drafts"]) for e in greedy} == {("dspark", 3), ("prompt-lookup", 3)}
+    for entry in greedy:
+        assert (entry["state"], entry["identical"]) == ("identical", 4)
+        assert entry["tau"] == pytest.approx(entry["replay_tau"], abs=0)
+    lookup = results["T0"]["methods"]["prompt-lookup"]
+    assert lookup["parameters"]["total"] == 0
+    assert any(r[1] == 0 for entry in lookup["benchmarks"].values() for prompt in entry["rounds"][0]["full"] for r in prompt), "some rounds propose nothing"
+
+
 def test_fewer_drafts_a_round_are_decoded_and_replayed_alike(files, tmp_path):
     extra = ["--drafter", str(files / "b0"), "--max-new-tokens", "16", "--decode", "3", "--decode-drafts", "2", "1", "--decode-batch-size", "2"]
     assert evaluate.main([*arguments(files), *extra, "--output", str(tmp_path)]) == 0

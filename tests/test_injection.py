@@ -53,7 +53,7 @@ def everything(drafter: Drafter, predecessors_BNJ: np.ndarray | None = None, blo
         rows_VD, num_tokens = target().output_embedding_VD, target().config.num_tokens
         block, feature = run_block(drafter, block_size)
         out = {"hidden": block.hidden_BNKD, "features": block.features, "pre_write": block.pre_write_BNKD, "gate": block.hidden_gate_BNKD}
-        out["tokens"] = select_greedy(drafter, block, rows_VD, feature, num_tokens=num_tokens)
+        out["tokens"] = select_greedy(drafter, target(), block, jnp.asarray(row()[0])[jnp.array([ANCHORS])], feature)
         if drafter.config.redoes_last_write:
             out["table"], out["candidates"] = transition_cache(drafter, block, rows_VD, feature, num_tokens=num_tokens)
             # Redoing the write with the predicted features themselves must give the base path back.

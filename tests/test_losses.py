@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixtures.drafter_models import BAR, Reference, random_tokens, reference_of, relative_l2, tiny_drafter, tiny_target
+from fixtures.drafter_models import BAR, Reference, random_tokens, reference_of, relative_l2, tiny_drafter, tiny_target, weights_by_loops
 from flax import nnx
 
 from dspine_jax.anchors import Blocks, make_blocks
 from dspine_jax.checkpoint_io import module_to_tensors
 from dspine_jax.config import LossConfig
-from dspine_jax.losses import cross_entropy, cross_entropy_dense, feature_distance, slot_weights, weighted_mean
+from dspine_jax.losses import cross_entropy, cross_entropy_dense, dpace_weights, feature_distance, slot_weights, weighted_mean
 from dspine_jax.metrics import simulated_acceptance, slot_accuracy
 from dspine_jax.objective import block_objective
 from pallas_kernels.injection import unit
@@ -164,6 +164,17 @@ def test_the_decayed_loss_is_divided_by_its_weights(gamma, by_count):
     assert float(weights.mean()) == pytest.approx(by_count, abs=5e-4)
 
 
+def test_dpace_weights_are_the_accepted_length_still_to_come_and_carry_no_gradient():
+    """Against loops, with holes; certain slots weigh by how many follow, and with alpha near 1 every block does."""
+    rng = np.random.default_rng(8)
+    ce, mask = rng.exponential(size=(3, 4, 6)).astype(np.float32), rng.random((3, 4, 6)) < 0.7
+    weights = np.asarray(dpace_weights(jnp.asarray(ce), jnp.asarray(mask), 0.3))
+    for b, n in np.ndindex(3, 4):
+        np.testing.assert_allclose(weights[b, n], weights_by_loops(LossConfig(dpace_alpha=0.3), ce[b, n].tolist(), mask[b, n].tolist()), rtol=1e-5)
+    assert (dpace_weights(jnp.zeros((1, 1, 4)), jnp.ones((1, 1, 4), bool), 0.5) == jnp.array([4, 3, 2, 1])).all()
+    assert (jax.grad(lambda x: dpace_weights(x, jnp.asarray(mask), 0.3).sum())(jnp.asarray(ce)) == 0).all()
+
+
 def test_unsupervised_slots_weigh_nothing_even_when_they_are_not_finite():
     mask = jnp.array([[[True, False, True, False]]])
     values = jnp.array([[[2.0, jnp.inf, 4.0, jnp.nan]]])
@@ -230,7 +241,14 @@ def test_simulated_acceptance_and_slot_accuracy_equal_loops():
 # ---- the whole objective ------------------------------------------------------------------------
 
 LOSS = LossConfig(loss_decay_gamma=2.0, base_weight=0.3, feature_weight=0.7, vocab_chunk=4)  # 6 positions a row: a rest of 2
-VARIANTS = {"dflash": ("dflash", {"num_layers": 1}), "dspine": ("dspine", {}), "early_only": ("dspine", {"injection": {"layers": (0,)}})}
+OPTIONS = dataclasses.replace(LOSS, dpace_alpha=0.3, ce_weight=0.6, l1_weight=0.4)
+VARIANTS = {
+    "dflash": ("dflash", {"num_layers": 1}, LOSS),
+    "dspine": ("dspine", {}, LOSS),
+    "early_only": ("dspine", {"injection": {"layers": (0,)}}, LOSS),
+    "dflash_options": ("dflash", {"num_layers": 1}, OPTIONS),
+    "dspine_options": ("dspine", {}, OPTIONS),
+}
 
 
 @functools.cache
@@ -241,13 +259,13 @@ def target():
 @functools.cache
 def built(variant: str):
     """(drafter, jitted ``(params, tokens, blocks) -> ((loss, metrics), gradients)``, params); compiled once for all tests."""
-    method, changes = VARIANTS[variant]
+    method, changes, loss_config = VARIANTS[variant]
     drafter = tiny_drafter(target(), method, block_size=4, **changes)
     graph, params, rest = nnx.split(drafter, nnx.Param, ...)
 
     @jax.jit
     def run(params, tokens, blocks):
-        loss = lambda params: block_objective(nnx.merge(graph, params, rest), target(), tokens, blocks, LOSS, jnp.float32)  # noqa: E731
+        loss = lambda params: block_objective(nnx.merge(graph, params, rest), target(), tokens, blocks, loss_config, jnp.float32)  # noqa: E731
         if variant == "early_only":  # only its value is tested
             return loss(params), None
         return jax.value_and_grad(loss, has_aux=True)(params)
@@ -268,10 +286,15 @@ def batch() -> tuple[np.ndarray, Blocks]:
     return tokens, blocks
 
 
-def objective_by_loops(reference: Reference, blocks: Blocks) -> dict[str, float]:
-    """Loss parts of DESIGN 5.6 and tau, one block and one slot at a time, with all logits of a slot at once."""
+def objective_by_loops(reference: Reference, blocks: Blocks, loss_config: LossConfig, kept: dict | None = None) -> dict[str, float]:
+    """Loss parts of DESIGN 5.6 and tau, one block and one slot at a time, with all logits of a slot at once.
+
+    ``kept`` holds each block's weights from the first call on: no gradient goes through them.
+    """
     layers = len(reference.c.injection_layers)
-    total = {"weight": 0.0, "base": 0.0, "conditioned": 0.0, "feature": 0.0}
+    total = {"weight": 0.0, "base": 0.0, "conditioned": 0.0, "feature": 0.0, "l1": 0.0}
+    kept = {} if kept is None else kept
+    cross_entropy = lambda logits, label: np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[label]  # noqa: E731
     leading, real = {"base": 0.0, "conditioned": 0.0}, 0
     paths = ["base", "conditioned"] if reference.c.redoes_last_write else ["base"]
     for b, n in np.ndindex(2, 2):
@@ -281,23 +304,28 @@ def objective_by_loops(reference: Reference, blocks: Blocks) -> dict[str, float]
         block = reference.block(taps()[b], token, anchor)
         alive = dict.fromkeys(paths, True)
         real += bool(blocks.eval_mask_BNJ[b, n, 0])
+        predecessors, labels, supervision = (x[b, n].tolist() for x in (blocks.predecessors_BNJ, blocks.labels_BNJ, blocks.eval_mask_BNJ))
+        logits = {"base": [reference.rows @ block["hidden"][slot] for slot in range(1, 4)]}
+        if len(paths) == 2:
+            logits["conditioned"] = [reference.rows @ reference.conditioned(block, slot, predecessors[slot - 1]) for slot in range(1, 4)]
+        main = [cross_entropy(*both) for both in zip(logits[paths[-1]], labels)]
+        weights = kept.setdefault((b, n), weights_by_loops(loss_config, main, supervision))
         for slot in range(1, 4):
-            label, predecessor = int(blocks.labels_BNJ[b, n, slot - 1]), int(blocks.predecessors_BNJ[b, n, slot - 1])
-            supervised = bool(blocks.eval_mask_BNJ[b, n, slot - 1])
-            w = np.exp(-(slot - 1) / LOSS.loss_decay_gamma) if supervised else 0.0
+            label, supervised, w = labels[slot - 1], supervision[slot - 1], weights[slot - 1]
             total["weight"] += w
             for path in paths:
-                hidden = block["hidden"][slot] if path == "base" else reference.conditioned(block, slot, predecessor)
-                logits = reference.rows @ hidden
-                total[path] += w * (np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[label])
-                alive[path] = alive[path] and supervised and int(logits.argmax()) == label
+                total[path] += w * cross_entropy(logits[path][slot - 1], label)
+                alive[path] = alive[path] and supervised and int(logits[path][slot - 1].argmax()) == label
                 leading[path] += alive[path]
+            total["l1"] += w * np.abs(softmax(logits[paths[-1]][slot - 1]) - laws()[b, anchor + slot - 1]).sum() if supervised else 0.0
             for features in block["features"]:
                 p, t = features[slot], reference.token_feature(label)
                 total["feature"] += w * (1 - p @ t / np.linalg.norm(p) / np.linalg.norm(t)) / layers
-    parts = {name: total[name] / total["weight"] for name in ("base", "conditioned", "feature")}
-    loss = parts["conditioned"] + LOSS.base_weight * parts["base"] if len(paths) == 2 else parts["base"]
-    parts["total"] = loss + LOSS.feature_weight * parts["feature"] if layers else loss
+    parts = {name: total[name] / total["weight"] for name in ("base", "conditioned", "feature", "l1")}
+    loss = loss_config.ce_weight * parts[paths[-1]] + loss_config.l1_weight * parts["l1"]
+    if len(paths) == 2:
+        loss += loss_config.base_weight * parts["base"]
+    parts["total"] = loss + loss_config.feature_weight * parts["feature"] if layers else loss
     return parts | {f"tau_{path}": (leading[path] + real, real) for path in paths}
 
 
@@ -305,6 +333,18 @@ def objective_by_loops(reference: Reference, blocks: Blocks) -> dict[str, float]
 def taps() -> np.ndarray:
     """What every variant reads of the batch's rows."""
     return np.asarray(jax.jit(lambda tokens: target()(tokens, target_layer_ids=(0, 2)).tapped_BTE)(batch()[0]))
+
+
+@functools.cache
+def laws() -> np.ndarray:
+    """The target's law of the next token at every position of the batch's rows."""
+    law = jax.jit(lambda tokens: jax.nn.softmax(target().logits(target()(tokens, target_layer_ids=(0, 2)).hidden_BTD)))(batch()[0])
+    return np.asarray(law, np.float64)[..., : target().config.num_tokens]
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    x = np.exp(x - x.max())
+    return x / x.sum()
 
 
 def with_some_right_labels(drafter, tokens: np.ndarray, blocks: Blocks) -> Blocks:
@@ -326,30 +366,36 @@ def test_the_objective_equals_the_sum_over_slots_written_out(variant):
     tokens, blocks = batch()
     blocks = with_some_right_labels(drafter, tokens, blocks)
     (loss, metrics), _ = run(params, tokens, blocks)
-    expected = objective_by_loops(reference_of(drafter, target()), blocks)
+    method, _, loss_config = VARIANTS[variant]
+    expected = objective_by_loops(reference_of(drafter, target()), blocks, loss_config)
+    twice = method == "dspine" and variant != "early_only"
     assert float(loss) == pytest.approx(expected["total"], rel=BAR) == float(metrics["loss/total"][0])
     assert float(metrics["loss/ce_base"][0]) == pytest.approx(expected["base"], rel=BAR)
-    assert ("loss/ce_conditioned" in metrics) == (variant == "dspine")
-    for path in ("base", "conditioned") if variant == "dspine" else ("base",):
+    assert ("loss/ce_conditioned" in metrics) == twice
+    if loss_config.l1_weight:
+        assert float(metrics["loss/l1"][0]) == pytest.approx(expected["l1"], rel=BAR) and expected["l1"] > 0.1
+    for path in ("base", "conditioned") if twice else ("base",):
         assert tuple(map(float, metrics[f"simulated_tau/{path}"])) == expected[f"tau_{path}"]
         assert float(metrics[f"accuracy_{path}"][1].sum()) == float(metrics["supervised_tokens"][0]) == 6
-    tau = expected["tau_conditioned" if variant == "dspine" else "tau_base"]
+    tau = expected["tau_conditioned" if twice else "tau_base"]
     assert tau[0] > tau[1] == 2  # one kept block has its first slot masked
-    if variant == "dspine":
+    if twice:
         assert float(metrics["loss/ce_conditioned"][0]) == pytest.approx(expected["conditioned"], rel=BAR)
         assert abs(expected["conditioned"] - expected["base"]) > 1e-2
-    if variant != "dflash":
+    if method == "dspine":
         assert float(metrics["loss/feature"][0]) == pytest.approx(expected["feature"], rel=BAR)
         names = [name for name in metrics if name.startswith("loss/feature_layer")]
         assert names == [f"loss/feature_layer{layer}" for layer in drafter.config.injection_layers]
 
 
-def test_gradients_of_the_objective_equal_differences_of_the_written_out_one():
-    """Every tensor of a DSpine drafter, along its own gradient and a random direction, in float64 central differences."""
-    drafter, run, params = built("dspine")
+@pytest.mark.parametrize("variant", ["dspine", "dspine_options", "dflash_options"])
+def test_gradients_of_the_objective_equal_differences_of_the_written_out_one(variant):
+    """Every tensor of a drafter, along its own gradient and a random direction, in float64 central differences."""
+    drafter, run, params = built(variant)
     tokens, blocks = batch()
     _, gradients = run(params, tokens, blocks)
-    reference = reference_of(drafter, target())
+    reference, constant = reference_of(drafter, target()), {}
+    objective_by_loops(reference, blocks, VARIANTS[variant][2], constant)
     graph, _, rest = nnx.split(drafter, nnx.Param, ...)
     gradient_drafter = nnx.merge(graph, gradients, rest)
     rng, checked = np.random.default_rng(6), 0
@@ -365,15 +411,15 @@ def test_gradients_of_the_objective_equal_differences_of_the_written_out_one():
             values = []
             for step in (1e-5, -1e-5):
                 reference.t[name] = kept + step * direction
-                values.append(objective_by_loops(reference, blocks)["total"])
+                values.append(objective_by_loops(reference, blocks, VARIANTS[variant][2], constant)["total"])
             reference.t[name] = kept
             slope = (values[0] - values[1]) / 2e-5
             assert abs(slope - float(np.sum(gradient * direction))) <= 1e-5 * size, name
         checked += 1
-    assert checked == 3 + 2 * (11 + 6)
+    assert checked == (3 + 11 if VARIANTS[variant][0] == "dflash" else 3 + 2 * (11 + 6))
 
 
-@pytest.mark.parametrize("variant", ["dflash", "dspine"])
+@pytest.mark.parametrize("variant", ["dflash", "dspine", "dspine_options"])
 def test_a_batch_without_labels_gives_exactly_nothing(variant):
     """D02: an all-masked batch has loss 0, all gradients 0 and no NaN, kept blocks or not."""
     _, run, params = built(variant)

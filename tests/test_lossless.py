@@ -16,9 +16,11 @@ from flax import nnx
 from scipy.stats import chi2
 
 from dspine_jax import speculative
+from dspine_jax.config import SelectorConfig
 from dspine_jax.drafter import Drafter
 from dspine_jax.generation import generate
 from dspine_jax.kv_cache import KVCache
+from dspine_jax.prompt_lookup import PromptLookup, PromptLookupConfig
 from dspine_jax.sampling import SamplingConfig, residual
 from dspine_jax.selection import Draft, point_mass, select_independent, slot_keys
 from dspine_jax.speculative import Decoder, DecodeSettings, DecodeState, propose
@@ -123,9 +125,13 @@ def random_target():
 def random_drafter(method: str, num_candidates: int) -> Drafter:
     target = random_target()
     sizes = {"block_size": 4, "num_layers": 1, "target_layer_ids": (0,)}
+    if method == "dflash2":
+        sizes["selector"] = SelectorConfig(rank=8, num_candidates=num_candidates)
+    if method in ("dspark", "dspark rnn"):
+        sizes["block_size"] = 3
     config = tiny.train_config(method, drafter=sizes, injection={"transfer_size": 8, "num_candidates": num_candidates})
     drafter = Drafter(config.drafter.resolve(target.config), rngs=nnx.Rngs(4))
-    tiny.randomise(drafter, {"dflash": 5, "dspine": 7}[method])
+    tiny.randomise(drafter, {"dspine": 7}.get(method, 5))
     drafter.norm.weight.set_value(target.norm.weight[...])
     if method == "dspine":
         drafter.transfer.basis.set_value(jnp.asarray(np.random.default_rng(6).normal(size=(16, 8)), jnp.float32))
@@ -161,7 +167,7 @@ def started(method: str, sampling: SamplingConfig, num_draft_tokens: int = 3) ->
     drafter = random_drafter(method, 2) if num_draft_tokens else None
     decoder = Decoder(random_target(), drafter, DecodeSettings(num_draft_tokens, sampling))
     prompts_BS = jnp.tile(jnp.array([PROMPT], jnp.int32), (DRAWS, 1))
-    seed = 10 * [PLAIN, COLD, TOP_K, TOP_P].index(sampling) + tiny.METHODS.index(method)
+    seed = 10 * [PLAIN, COLD, TOP_K, TOP_P].index(sampling) + (*tiny.METHODS, *tiny.RIVALS).index(method)
     return decoder.start(prompts_BS, jnp.full(DRAWS, len(PROMPT)), jnp.full(DRAWS, LENGTH), row_keys(seed), room=LENGTH)
 
 
@@ -177,6 +183,9 @@ SETTINGS = {"T1": PLAIN, "T0.3": COLD, "top_k": TOP_K, "top_p": TOP_P}
 CANDIDATES = {"own": {"T1": 2, "T0.3": 4, "top_k": 2, "top_p": 4}, "tail_mixed": {"T1": 4, "T0.3": 2, "top_k": 4, "top_p": 2}}
 CANDIDATES["point_mass"] = CANDIDATES["tail_mixed"]
 CASES = [("dflash", policy, 2, name) for policy in ("own", "point_mass") for name in SETTINGS]
+CASES += [("dflash2", "own", 2, "T1"), ("dflash2", "own", 4, "top_p"), ("dflash2", "tail_mixed", 2, "T1"), ("dflash2", "point_mass", 4, "T0.3")]
+CASES += [("dspark", "own", 2, "T1"), ("dspark rnn", "own", 2, "top_p"), ("dspark", "point_mass", 2, "T1")]
+CASES += [("domino", "own", 2, "T1"), ("domino same position", "own", 2, "top_k"), ("domino", "point_mass", 2, "T1")]
 CASES += [("dspine", policy, P, name) for policy, by_setting in CANDIDATES.items() for name, P in by_setting.items()]
 
 
@@ -205,6 +214,17 @@ def test_produced_tokens_follow_the_law_of_the_target(method, policy, num_candid
     assert (np.asarray(state.rounds_B) >= 2).mean() > 0.4
     # A draw outside the candidates ends the proposal; top-k and top-p leave none.
     assert ((proposed_B < 3).mean() > 0.05) == (policy == "tail_mixed" and name in ("T1", "T0.3"))
+
+
+def test_a_prompt_lookup_follows_the_law_of_the_target():
+    """What it drafts depends on the text drawn so far, in rounds with and without a proposal."""
+    decoder = Decoder(random_target(), PromptLookup(PromptLookupConfig(3, 2, 1)), DecodeSettings(3, PLAIN))
+    prompts_BS = jnp.tile(jnp.array([PROMPT], jnp.int32), (DRAWS, 1))
+    state = decoder.run(decoder.start(prompts_BS, jnp.full(DRAWS, len(PROMPT)), jnp.full(DRAWS, LENGTH), row_keys(99), room=LENGTH), LENGTH)
+    assert (np.asarray(state.count_B) == LENGTH).all() and min(seen := p_values(state, PLAIN)) > P_VALUE, seen
+    accepted_B, proposed_B = np.asarray(state.accepted_BT)[:, 0], np.asarray(state.proposed_BT)[:, 0]
+    shares = np.bincount(accepted_B, minlength=4) / DRAWS
+    assert 0.1 < shares[0] < 0.99 and 0.02 < (proposed_B == 0).mean() < 0.98 and shares[1:].sum() > 0.01, shares
 
 
 def test_decoding_without_a_drafter_follows_the_law_of_the_target():

@@ -68,9 +68,12 @@ def test_keys_are_read_where_public_folders_have_them(folder, changes, field, va
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino': this is another drafter than DFlash"),
-        ({"selector_rank": 64}, "selector_rank is 64"),
-        ({"dflash_config": {"shift_label": True}}, "shift_label is set"),
+        ({"dflash_config": {"projector_type": "domino"}}, "gru_hidden_dim is None, expected a whole number"),
+        ({"projector_type": "dspark"}, "projector_type 'dspark' is another drafter"),
+        ({"projector_type": "domino", "gru_hidden_dim": 8, "emb_dim": 8, "pure_draft_prefix_len": 2}, "pure_draft_prefix_len 2 is not supported"),
+        ({"selector_rank": 64}, "conv_kernel_size is None, expected a whole number"),
+        ({"markov_rank": 256}, "markov_rank is 256: this is another drafter"),
+        ({"dflash_config": {"shift_label": True}}, "shift_label is set without projector_type"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn' is not supported"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "only full attention"),
         ({"attention_bias": True}, "only full attention without biases"),
@@ -86,6 +89,25 @@ def test_what_is_not_dflash_for_this_target_is_refused_by_name(folder, changes, 
     with pytest.raises(ValueError, match="config.json") as error:
         load_drafter(folder, tiny.TARGET)
     assert words in str(error.value)
+
+
+PUBLIC_PARTS = {
+    "dflash2": {"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 4}},
+    "domino": {"dflash_config": {"projector_type": "domino", "shift_label": True, "gru_hidden_dim": 12, "emb_dim": 8, "pure_draft_prefix_len": 1}},
+    "domino same position": {"projector_type": "domino", "gru_hidden_dim": 12, "emb_dim": 8, "pure_draft_prefix_len": 1},
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC_PARTS)
+def test_public_folders_of_dflash2_and_domino_are_the_same_drafters(name, tmp_path):
+    config = tiny.resolved(tiny.train_config(name)).drafter
+    drafter = Drafter(config, rngs=nnx.Rngs(0))
+    tiny.randomise(drafter, 3)
+    save_drafter(tmp_path, drafter)
+    (tmp_path / "config.json").write_text(json.dumps(public(**PUBLIC_PARTS[name])))
+    theirs = load_drafter(tmp_path, tiny.TARGET)
+    assert theirs.config == config and theirs.config.method == name.split()[0]
+    tiny.assert_bit_equal(nnx.state(theirs), nnx.state(drafter))
 
 
 def test_training_starts_from_a_public_folder(folder, tmp_path, capsys):

@@ -85,8 +85,8 @@ def target():
     return tiny.tiny_target(**FEW)
 
 
-def untrained(target, method: str, block_size: int) -> Drafter:
-    config = tiny.train_config(method, drafter={"block_size": block_size}).drafter.resolve(target.config)
+def untrained(target, method: str, block_size: int, **sizes) -> Drafter:
+    config = tiny.train_config(method, drafter={"block_size": block_size} | sizes).drafter.resolve(target.config)
     drafter = Drafter(config, rngs=nnx.Rngs(4))
     tiny.randomise(drafter, 5)
     if method == "dspine":
@@ -94,14 +94,19 @@ def untrained(target, method: str, block_size: int) -> Drafter:
     return drafter
 
 
-@pytest.mark.parametrize("method, block_size, stop", [("dflash", 7, ()), ("dspine", 7, ()), ("dspine", 4, (5,)), ("dflash", 2, (5,))])
-def test_replay_gives_the_rounds_of_the_decode_loop(target, method, block_size, stop):
+REPLAYED = [("dflash", 7, (), {}), ("dspine", 7, (), {}), ("dspine", 4, (5,), {}), ("dflash", 2, (5,), {})]
+REPLAYED += [("dflash2", 5, (), {}), ("dspark rnn", 4, (5,), {}), ("domino", 5, (), {})]
+REPLAYED += [("dflash", 6, (), {"label_shift": "shifted"}), ("dflash", 3, (5,), {"label_shift": "shifted", "block_attention": "causal"})]
+
+
+@pytest.mark.parametrize("method, block_size, stop, sizes", REPLAYED)
+def test_replay_gives_the_rounds_of_the_decode_loop(target, method, block_size, stop, sizes):
     """To the last round, clipped at the cap and at end tokens, on continuations made in the same precision."""
-    drafter = untrained(target, method, block_size)
+    drafter = untrained(target, method, block_size, **sizes)
     rng = np.random.default_rng(7)
     prompts = [[int(t) for t in rng.integers(4, 9, n)] for n in (3, 9, 6, 11)]
     plain = generate(Decoder(target, None, DecodeSettings(0, stop_ids=stop)), prompts, max_new_tokens=40)
-    settings = DecodeSettings(block_size - 1, stop_ids=stop)
+    settings = DecodeSettings(drafter.config.num_draft_tokens, stop_ids=stop)
     decoded = generate(Decoder(target, drafter, settings), prompts, max_new_tokens=40)
     assert [a.tokens for a in decoded] == [a.tokens for a in plain]
 
@@ -150,7 +155,7 @@ def draft_block(drafter, target, token_B, cache):
     feature = anchor_features(drafter, rows_VD, ids_BNK[..., 0])
     positions = (cache.lengths_B[:, None] + jnp.arange(c.block_size))[:, None]
     block = drafter(jnp.take(target.input_embedding_VD, ids_BNK, axis=0), cache.keys, cache.values, cache.lengths_B[:, None], positions, feature)
-    return select_greedy(drafter, block, rows_VD, feature, num_tokens=target.config.num_tokens)[0, 0]
+    return select_greedy(drafter, target, block, token_B[:, None], feature)[0, 0]
 
 
 def literal_rounds(drafter, target, prompt: list[int], cap: int, stop: tuple[int, ...]) -> tuple[list[int], list[Round]]:
@@ -218,10 +223,14 @@ def two_sample_p_value(ours: list[int], theirs: list[int]) -> float:
     return float(chi2_contingency(table[:, table.sum(0) > 0]).pvalue)
 
 
-@pytest.mark.parametrize("method, policy", [("dflash", "own"), ("dspine", "own"), ("dspine", "tail_mixed"), ("dspine", "point_mass")])
+SAMPLED = [("dflash", "own"), ("dspine", "own"), ("dspine", "tail_mixed"), ("dspine", "point_mass")]
+SAMPLED += [("dflash2", "own"), ("dflash2", "tail_mixed"), ("dspark rnn", "own"), ("dspark", "point_mass"), ("domino", "own")]
+
+
+@pytest.mark.parametrize("method, policy", SAMPLED)
 def test_sampled_replay_follows_the_law_of_the_decode_loop(target, method, policy):
     """Accepted drafts of the first round, and rounds of a whole answer, over 1,500 answers each; the wrong law is noticed."""
-    drafter, sampling, rows = untrained(target, method, 5), SamplingConfig(0.8), 1500
+    drafter, sampling, rows = untrained(target, method, 4 if method.startswith("dspark") else 5), SamplingConfig(0.8), 1500
     prompts = [[4, 5, 6]] * rows
     plain = generate(Decoder(target, None, DecodeSettings(0, sampling)), prompts, max_new_tokens=12, seed=1)
     decoded = generate(Decoder(target, drafter, DecodeSettings(4, sampling, policy)), prompts, max_new_tokens=12, seed=2)

@@ -16,13 +16,15 @@ import pytest
 import tiny
 from tensorboardX.proto import event_pb2
 
-from dspine_jax.config import CheckpointConfig, DataConfig, LogConfig, MeshConfig
-from dspine_jax.config_io import save_config
+from dspine_jax.config import CheckpointConfig, DataConfig, LogConfig, MeshConfig, TrainConfig
+from dspine_jax.config_io import config_from_dict, config_to_dict, save_config
 from dspine_jax.drafter_io import load_drafter
 from train.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 10
+# What commit 0bf7183, the last one with DFlash and DSpine alone, keeps of a run beside its state.
+BEFORE = json.loads((Path(__file__).parent / "fixtures" / "run_meta_0bf7183.json").read_text())
 
 # Runs several commands; records what each step was fed and sends itself Ctrl-C in the middle of the step asked for.
 DRIVER = """
@@ -92,9 +94,28 @@ def drive(base: Path, jobs: list[tuple[str, int | None]]) -> None:
     (base / "output.txt").open("a").write(done.stdout + done.stderr)
 
 
+def rewrite_meta(workdir: Path, step: int, change) -> None:
+    """Put ``change(meta)`` in the place of the JSON beside the state of a checkpoint."""
+    path = workdir / "checkpoints" / str(step) / "meta" / "metadata"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def only_keys_of(old: dict, new: dict) -> dict:
+    """``new`` without the keys that ``old`` does not have, at every depth."""
+    return {key: only_keys_of(old[key], value) if isinstance(value, dict) else value for key, value in new.items() if key in old}
+
+
+def as_written_before(meta: dict) -> dict:
+    """A run's JSON as commit 0bf7183 would have written it."""
+    return meta | {name: only_keys_of(BEFORE[name], meta[name]) for name in BEFORE}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict:
-    """Ten steps in one go, 5 + 5 and 3 + 3 + 4, of both methods, in three processes (each resume in a later one)."""
+    """Ten steps in one go, 5 + 5 and 3 + 3 + 4, of both methods, in three processes (each resume in a later one).
+
+    DFlash exports averaged weights. Between its halves dspine-5 is made what the trainer wrote when it knew DFlash and DSpine alone.
+    """
     base = tmp_path_factory.mktemp("runs")
     target, data = tiny.write_target(base / "target"), tiny.write_data(base / "data")
     for method, dtype in (("dspine", "bfloat16"), ("dflash", "float32")):
@@ -108,10 +129,12 @@ def runs(tmp_path_factory) -> dict:
             mesh=MeshConfig(data=2),
             checkpoint=CheckpointConfig(every=100, keep=3),
             log=LogConfig(every=1),
+            optimizer={"ema_decay": 0.7} if method == "dflash" else None,
         )
         save_config(config, base / f"{method}.json")
         (base / f"{method}.py").write_text(f"from dspine_jax.config_io import read_config\nconfig = read_config({str(base / f'{method}.json')!r})\n")
     drive(base, [("dspine-whole", None), ("dflash-whole", None), ("dspine-5", 5), ("dflash-5", 5), ("dspine-3", 3)])
+    rewrite_meta(base / "dspine-5", 5, as_written_before)
     drive(base, [("dspine-5", None), ("dflash-5", None), ("dspine-3", 6)])
     before = tiny.fingerprints(base / "dflash-5")
     drive(base, [("dspine-3", None), ("dflash-5", None)])
@@ -194,9 +217,13 @@ def test_a_resume_after_the_final_step_changes_no_file(runs):
 
 @pytest.mark.parametrize("method", tiny.METHODS)
 def test_the_exported_drafter_is_the_one_in_the_checkpoint(runs, method):
+    """The last weights, or their mean where the run averages (DFlash here)."""
     workdir = runs["base"] / f"{method}-whole"
     drafter, arrays = load_drafter(workdir / "drafter", tiny.TARGET), final_arrays(workdir)
-    np.testing.assert_array_equal(drafter.fc.kernel[...], arrays["params/fc/kernel"])
+    assert any(name.startswith("averaged/") for name in arrays) == (method == "dflash")
+    np.testing.assert_array_equal(drafter.fc.kernel[...], arrays["averaged/fc/kernel" if method == "dflash" else "params/fc/kernel"])
+    if method == "dflash":
+        assert np.any(arrays["averaged/fc/kernel"] != arrays["params/fc/kernel"])
     if method == "dspine":
         np.testing.assert_array_equal(drafter.transfer.basis[...], arrays["frozen/transfer/basis"])
         assert np.any(arrays["frozen/transfer/basis"])
@@ -233,6 +260,26 @@ def test_the_workdir_of_another_run_is_refused_naming_the_fields(runs, tmp_path,
     assert all(word in error for word in words), error
     assert "mesh" not in error
     assert tiny.fingerprints(base / "dflash-5") == before
+
+
+def test_a_run_from_before_a_setting_existed_goes_on_with_its_default_and_with_no_other_value(runs, tmp_path, capsys):
+    """That it goes on bit for bit: dspine-5 above. An unknown setting stays an error, and so does a new one that changes what is computed."""
+    now = config_to_dict(config_from_dict(TrainConfig, BEFORE["config"]))
+    added = {"drafter": {"convolution": None, "gru": None, "confidence": False}, "loss": {"l1_weight": 0.0, "dpace_alpha": None}}
+    added |= {"optimizer": {"ema_decay": 0.0}}
+    for group, fields in added.items():
+        assert not fields.keys() & BEFORE["config"][group].keys() and {key: now[group][key] for key in fields} == fields
+    base = runs["base"]
+    command = [str(base / "dspine.py"), "--set", f"workdir={tmp_path / 'run'}", "--set", "mesh.data=4", "--set", "mesh.tensor=2"]
+    shutil.copytree(base / "dspine-5", tmp_path / "run")
+    rewrite_meta(tmp_path / "run", STEPS, as_written_before)
+    assert main(command) == 0 and "nothing to do" in capsys.readouterr().out
+    assert main([*command, "--set", "loss.l1_weight=0.5", "--set", "optimizer.ema_decay=0.9"]) == 2
+    error = capsys.readouterr().err
+    assert "loss.l1_weight: 0.0 saved, 0.5 now" in error and "optimizer.ema_decay: 0.0 saved, 0.9 now" in error
+    rewrite_meta(tmp_path / "run", STEPS, lambda meta: meta | {"config": meta["config"] | {"optimizer": meta["config"]["optimizer"] | {"momentum": 0.9}}})
+    assert main(command) == 2
+    assert "holds a run that this version cannot read: unknown key optimizer.momentum" in capsys.readouterr().err
 
 
 def test_a_copied_run_may_resume_with_another_mesh_paths_and_periods(runs, tmp_path, capsys):

@@ -14,7 +14,21 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from dspine_jax.checkpoint_io import module_to_tensors
-from dspine_jax.config import AnchorConfig, DataConfig, DrafterConfig, InjectionConfig, LogConfig, MeshConfig, OptimizerConfig, TargetConfig, TrainConfig
+from dspine_jax.config import (
+    AnchorConfig,
+    ConvolutionConfig,
+    DataConfig,
+    DrafterConfig,
+    GRUConfig,
+    InjectionConfig,
+    LogConfig,
+    MarkovConfig,
+    MeshConfig,
+    OptimizerConfig,
+    SelectorConfig,
+    TargetConfig,
+    TrainConfig,
+)
 from dspine_jax.sharding import batch_sharding, make_mesh, tree_shardings
 from dspine_jax.target import Target
 from dspine_jax.transfer import build_transfer_space
@@ -22,6 +36,15 @@ from train.data import Manifest, write_dataset
 from train.step import TrainState, abstract_state, initial_state, make_train_step
 
 METHODS = ("dflash", "dspine")
+# Tiny parts of the other methods, by the names that tests call them.
+RIVALS = {
+    "dflash2": {"convolution": ConvolutionConfig(taps=2, group_size=8), "selector": SelectorConfig(rank=8, num_candidates=4)},
+    "dspark": {"markov": MarkovConfig("vanilla", 8), "confidence": True, "confidence_with_markov": True, "label_shift": "shifted"},
+    "dspark gated": {"markov": MarkovConfig("gated", 8), "confidence": True, "label_shift": "shifted"},
+    "dspark rnn": {"markov": MarkovConfig("rnn", 8), "label_shift": "shifted"},
+    "domino": {"gru": GRUConfig(hidden_size=12, projection_size=8), "label_shift": "shifted"},
+    "domino same position": {"gru": GRUConfig(hidden_size=12, projection_size=8)},
+}
 MASK_ID = 3
 WIDTH = 24
 TARGET = TargetConfig(
@@ -114,7 +137,7 @@ def write_data(folder: Path, count: int = 13) -> Path:
 def train_config(method: str, *, injection: dict | None = None, drafter: dict | None = None, optimizer: dict | None = None, **changes) -> TrainConfig:
     """fp32 config of a two-layer drafter for the tiny target (sizes not resolved)."""
     injected = InjectionConfig(**{"transfer_size": 16, "num_candidates": 4} | (injection or {})) if method == "dspine" else None
-    sizes = {"mask_token_id": MASK_ID, "block_size": 4, "num_layers": 2, "target_layer_ids": (0, 1), "injection": injected}
+    sizes = {"mask_token_id": MASK_ID, "block_size": 4, "num_layers": 2, "target_layer_ids": (0, 1), "injection": injected} | RIVALS.get(method, {})
     fields = {
         "drafter": DrafterConfig(**sizes | (drafter or {})),
         "compute_dtype": "float32",
@@ -153,11 +176,12 @@ def setup(config: TrainConfig, devices: int | list[jax.Device] = 1, target: Targ
     target = tiny_target() if target is None else target
     config = resolved(config, target.config)
     mesh = make_mesh(config.mesh, jax.devices()[:devices] if isinstance(devices, int) else devices)
+    host = _host_state(config, target)
     with jax.set_mesh(mesh):
         target_graph, target_state = nnx.split(target)
         target_state = jax.device_put(target_state, tree_shardings(target_state, mesh))
         graphdef, abstract = abstract_state(config)
-        state = jax.device_put(_host_state(config, target), tree_shardings(abstract, mesh))
+        state = jax.device_put(host, tree_shardings(abstract, mesh))
         target = nnx.merge(target_graph, target_state)
         return Setup(config, mesh, target, target_state, graphdef, state, make_train_step(config, mesh, graphdef, target))
 
@@ -167,7 +191,7 @@ _STATES: dict = {}
 
 def _host_state(config: TrainConfig, target: Target) -> TrainState:
     """Initial state in host memory; kept, because compiling the random draws takes seconds."""
-    key = (config.drafter, config.seed)
+    key = (config.drafter, config.seed, config.optimizer.ema_decay > 0)
     if key not in _STATES:
         state = initial_state(config, make_mesh(MeshConfig(), jax.devices()[:1]))
         if config.drafter.injection is not None:

@@ -17,6 +17,7 @@ import dataclasses
 import importlib.util
 import json
 import multiprocessing
+import operator
 import os
 import sys
 import traceback
@@ -115,6 +116,17 @@ def train_config(shape: Shape, method: str, overrides: list[str]) -> TrainConfig
     return dataclasses.replace(config, drafter=config.drafter.resolve(shape.target))
 
 
+def check_torch(config: TrainConfig) -> None:
+    """Raise ValueError for settings that the PyTorch step does not compute: timing it beside ours would say nothing."""
+    if config.drafter.method not in METHODS:
+        raise ValueError(f"the PyTorch side has {' and '.join(METHODS)}, not {config.drafter.method}; measure ours alone with --only jax")
+    plain = TrainConfig()
+    for setting in ("drafter.label_shift", "loss.ce_weight", "loss.l1_weight", "loss.dpace_alpha", "loss.prefix_mask", "optimizer.ema_decay"):
+        ours, theirs = (operator.attrgetter(setting)(c) for c in (config, plain))
+        if ours != theirs:
+            raise ValueError(f"the PyTorch side computes {setting} {theirs} alone, not {ours}; leave it out, or measure ours alone with --only jax")
+
+
 def measure(case: Case) -> dict:
     """Figures of one side in this process."""
     return (measure_jax if case.engine == "jax" else measure_torch)(case)
@@ -209,6 +221,8 @@ def main(argv: list[str] | None = None) -> int:
         if "torch" in engines and importlib.util.find_spec("torch") is None:
             raise ValueError("the PyTorch side needs torch (tested: 2.11 and 2.13), which is not installed; install it, or measure ours alone with --only jax")
         plans = [(name, method, train_config(SHAPES[name], method, args.set)) for name in args.shapes for method in args.methods]
+        for _, _, config in plans if "torch" in engines else ():
+            check_torch(config)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

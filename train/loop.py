@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dspine_jax.config import TargetConfig, TrainConfig
-from dspine_jax.config_io import config_to_dict, save_config
+from dspine_jax.config_io import config_from_dict, config_to_dict, save_config
 from dspine_jax.drafter_io import drafter_parameter_counts, save_drafter
 from dspine_jax.sharding import assert_shardings, batch_sharding, check_batch, make_mesh, path_name, tree_shardings
 from dspine_jax.target import Target
@@ -25,7 +25,7 @@ from dspine_jax.transfer import build_transfer_space
 from serve.environment import GIB, peak_memory_gib
 from train.chat_rows import check_template_mode
 from train.checkpoint import Checkpointer
-from train.data import DatasetFolder, make_iterator, rows_holding, token_frequencies
+from train.data import DatasetFolder, make_iterator, rows_holding, token_frequencies, trainable_rows
 from train.log import RunLog, average_metrics
 from train.step import TrainState, abstract_state, initial_state, make_train_step
 from train.warm_start import load_start
@@ -70,6 +70,7 @@ def run(config: TrainConfig) -> Path:
         check_template_mode(data.manifest, config.drafter.template_mode, config.data.path)
     # The mode travels with the drafter, so that decoding renders prompts as training saw them.
     config = dataclasses.replace(config, drafter=dataclasses.replace(config.drafter, template_mode=data.manifest.template_mode))
+    config = with_steps_of_epochs(config, data)
     workdir = Path(config.workdir)
     workdir.mkdir(parents=True, exist_ok=True)
 
@@ -103,13 +104,14 @@ def run(config: TrainConfig) -> Path:
         else:
             state = initial_state(config, mesh)
             if start is not None:
-                state = dataclasses.replace(state, params=start[0], frozen=start[1])
+                averaged = None if state.averaged is None else jax.tree.map(jnp.copy, start[0])
+                state = dataclasses.replace(state, params=start[0], averaged=averaged, frozen=start[1])
             elif config.drafter.injection is not None:
                 state = with_transfer_space(state, target, token_frequencies(data, target_config.vocab_size), config)
         assert_shardings(state, shardings)
         print(describe(config, mesh, data, nnx.merge(graphdef, state.params, state.frozen), resume_step))
         state = _train(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir)
-        replicated = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))((state.params, state.frozen))
+        replicated = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))((state.exported, state.frozen))
         if jax.process_index() == 0:
             save_drafter(workdir / "drafter", nnx.merge(graphdef, *replicated))
     return workdir / "drafter"
@@ -203,6 +205,11 @@ def _check_finite(metrics: dict, config: TrainConfig, step: int) -> None:
 def check_same_run(meta: dict, config: TrainConfig, target: TargetConfig, data_sha256: dict, workdir: Path) -> None:
     """Refuse to resume a run as another one. Raises ValueError naming each field that differs."""
     differing = []
+    # A setting that came after the run began has the default that keeps what was computed then; an unknown one is refused.
+    try:
+        saved, saved_target = config_from_dict(TrainConfig, meta["config"]), config_from_dict(TargetConfig, meta["target"], "target.")
+    except ValueError as error:
+        raise ValueError(f"{workdir} holds a run that this version cannot read: {error}") from error
 
     def compare(old, new, prefix=""):
         for key in sorted(old.keys() | new.keys()):
@@ -211,15 +218,23 @@ def check_same_run(meta: dict, config: TrainConfig, target: TargetConfig, data_s
             a, b = old.get(key), new.get(key)
             if isinstance(a, dict) and isinstance(b, dict):
                 compare(a, b, f"{prefix}{key}.")
-            elif (list(a) if isinstance(a, tuple) else a) != (list(b) if isinstance(b, tuple) else b):
+            elif a != b:
                 differing.append(f"{prefix}{key}: {a} saved, {b} now")
 
-    compare(meta["config"], config_to_dict(config))
-    compare(meta["target"], config_to_dict(target), "target.")
+    compare(config_to_dict(saved), config_to_dict(config))
+    compare(config_to_dict(saved_target), config_to_dict(target), "target.")
     if meta["data"] != data_sha256:
         differing.append(f"data.path: {config.data.path} does not hold the rows this run was started with")
     if differing:
         raise ValueError(f"{workdir} holds another run; use a new workdir or restore these settings: " + "; ".join(differing))
+
+
+def with_steps_of_epochs(config: TrainConfig, data: DatasetFolder) -> TrainConfig:
+    """The config with ``steps`` as its epochs ask for, where it has any: batches are cut from one stream of epochs, so they divide as a whole."""
+    if config.epochs is None:
+        return config
+    rows = len(trainable_rows(data, config.data.max_length))
+    return dataclasses.replace(config, steps=max(1, config.epochs * rows // config.data.batch_size))
 
 
 def load_sharded_target(config: TrainConfig, target_config: TargetConfig, mesh: Mesh) -> Target:
@@ -251,12 +266,12 @@ def describe(config: TrainConfig, mesh: Mesh, data: DatasetFolder, drafter, resu
     counts = drafter_parameter_counts(drafter)
     c = config.drafter
     per_step = config.data.batch_size * config.anchors.num_anchors
-    chunk = config.data.batch_size * min(config.loss.vocab_chunk, config.anchors.num_anchors * c.num_draft_tokens) * c.vocab_size * 4
+    chunk = config.data.batch_size * min(config.loss.vocab_chunk, config.anchors.num_anchors * c.num_predicting_slots) * c.vocab_size * 4
     masked = rows_holding(data, c.mask_token_id)
     warning = f"warning: the mask token {c.mask_token_id} occurs in {masked} rows of {config.data.path}; choose one that the text never holds\n"
     return (warning if masked else "") + "\n".join(
         [
-            f"{c.method}: {counts['total'] / 1e6:.2f}M trained parameters ({counts['injection'] / 1e6:.2f}M injection), "
+            f"{c.method}: {counts['total'] / 1e6:.2f}M trained parameters ({counts['head'] / 1e6:.2f}M beyond DFlash's), "
             f"{c.num_layers} layers, block {c.block_size}, taps {c.target_layer_ids}",
             f"data: {data.num_rows} rows of {data.width} tokens from {config.data.path}; "
             f"{config.data.batch_size} rows x {config.anchors.num_anchors} anchors = {per_step} blocks a step",

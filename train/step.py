@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable
 
@@ -27,12 +28,13 @@ from dspine_jax.transfer import Frozen
 class TrainState:
     """Everything a resumed run needs besides the data iterator.
 
-    params: fp32 masters (NNX state of the drafter's nnx.Param); frozen: stored arrays that are not
-    trained; step counts batches, updates counts applied updates (a skipped step is no update);
-    skipped, consecutive_skips count non-finite steps; rng is the base key's data, folded by step.
+    params: fp32 masters (NNX state of the drafter's nnx.Param); averaged: their mean over updates (optimizer.ema_decay), None where
+    that is off; frozen: stored arrays that are not trained; step counts batches, updates counts applied updates (a skipped step is
+    no update); skipped, consecutive_skips count non-finite steps; rng is the base key's data, folded by step.
     """
 
     params: nnx.State
+    averaged: nnx.State | None
     frozen: nnx.State
     opt_state: optax.OptState
     step: jax.Array
@@ -40,6 +42,11 @@ class TrainState:
     skipped: jax.Array
     consecutive_skips: jax.Array
     rng: jax.Array
+
+    @property
+    def exported(self) -> nnx.State:
+        """The weights that the run hands on."""
+        return self.params if self.averaged is None else self.averaged
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -87,6 +94,7 @@ def _initial_state(config: TrainConfig) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         params=params,
+        averaged=jax.tree.map(jnp.copy, params) if config.optimizer.ema_decay else None,
         frozen=frozen,
         opt_state=make_optimizer(config.optimizer, config.steps).init(params),
         step=zero,
@@ -101,6 +109,16 @@ def initial_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     """Initial state, born in its planned layout: equal values on every mesh."""
     shardings = tree_shardings(abstract_state(config)[1], mesh)
     return jax.jit(lambda: _initial_state(config), out_shardings=shardings)()
+
+
+def average_weights(averaged: nnx.State, params: nnx.State, updates: jax.Array, decay: float) -> nnx.State:
+    """The mean of the weights after updates 1..n, where update i weighs decay^(n - i); ``averaged`` is that of n - 1 updates, ``params`` those after n.
+
+    Kept as a mean, not as a sum that starts from 0: the random start has no share in it, however short the run.
+    """
+    share = (1.0 - decay) / -jnp.expm1(updates.astype(jnp.float32) * math.log(decay))  # (1 - d) / (1 - d^n)
+    share = jnp.where(updates == 1, 1.0, share)  # without rounding
+    return jax.tree.map(lambda mean, new: (1.0 - share) * mean + share * new, averaged, params)
 
 
 def step_anchors(rng: jax.Array, step: jax.Array, loss_mask_BS: jax.Array, config: TrainConfig) -> tuple[jax.Array, jax.Array]:
@@ -131,12 +149,20 @@ def make_train_step(
         tokens_BS, loss_mask_BS = batch["tokens"], batch["loss_mask"]
         anchors_BN, keep_BN = step_anchors(state.rng, state.step, loss_mask_BS, config)
         blocks = make_blocks(
-            tokens_BS, loss_mask_BS, anchors_BN, keep_BN, block_size=drafter_config.block_size, mask_token_id=drafter_config.mask_token_id
+            tokens_BS,
+            loss_mask_BS,
+            anchors_BN,
+            keep_BN,
+            block_size=drafter_config.block_size,
+            mask_token_id=drafter_config.mask_token_id,
+            num_predicting_slots=drafter_config.num_predicting_slots,
+            prefix_mask=config.loss.prefix_mask,
         )
 
         def loss_fn(params):
             drafter = nnx.merge(drafter_graph, params, state.frozen)
-            return block_objective(drafter, frozen_target, tokens_BS, blocks, config.loss, dtype)
+            progress = state.step.astype(jnp.float32) / config.steps
+            return block_objective(drafter, frozen_target, tokens_BS, blocks, config.loss, dtype, progress=progress)
 
         (loss, metrics), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         norm = optax.tree.norm(gradients)
@@ -144,8 +170,12 @@ def make_train_step(
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
+        averaged = None
+        if state.averaged is not None:
+            averaged = keep(average_weights(state.averaged, params, state.updates + 1, config.optimizer.ema_decay), state.averaged)
         new_state = TrainState(
             params=keep(params, state.params),
+            averaged=averaged,
             frozen=state.frozen,
             opt_state=keep(opt_state, state.opt_state),
             step=state.step + 1,

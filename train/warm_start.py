@@ -14,7 +14,7 @@ from dspine_jax.transfer import Frozen
 from train.step import TrainState
 
 # What may differ from the folder's config: no shape and no meaning of a parameter hangs on it. A slot's task is the same in a block of any length.
-FREE = ("block_size", "template_mode", "injection.message_init_std", "injection.num_candidates")
+FREE = ("block_size", "template_mode", "injection.message_init_std", "injection.num_candidates", "selector.num_candidates")
 
 
 def load_start(folder: str, config: DrafterConfig, target: TargetConfig, shardings: TrainState) -> tuple[nnx.State, nnx.State]:

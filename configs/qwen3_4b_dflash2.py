@@ -1,0 +1,19 @@
+"""DFlash2 for Qwen3-4B: configs/qwen3_8b_dflash2.py with the other target, whose taps and mask token are the same.
+
+Setting, data and what else a run needs: configs/qwen3_8b_dflash.py.
+Command:
+    dspine-train configs/qwen3_4b_dflash2.py --set target=Qwen3-4B --set data.path=data/qwen3_4b --set workdir=runs/qwen3_4b_dflash2
+632.4M trained parameters, 94.9M of them beyond DFlash's.
+Reckoned, not measured (train/estimate.py): 8 x H200, rows of 3072 tokens: 39 GiB a GPU, 0.56 s a step.
+Not trained yet: no acceptance length is promised.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from dspine_jax.config_io import load_config
+
+large = load_config(Path(__file__).with_name("qwen3_8b_dflash2.py"))
+config = dataclasses.replace(
+    large, workdir="runs/qwen3_4b_dflash2", target="Qwen3-4B", data=dataclasses.replace(large.data, path="data/qwen3_4b")
+)
