@@ -23,7 +23,7 @@ def anchor_features(drafter: Drafter, rows_VD: jax.Array, tokens: jax.Array) -> 
     """T of token ids [...] -> [...,R] fp32, or None for a drafter without injection."""
     if drafter.config.injection is None:
         return None
-    return drafter.transfer(jnp.take(rows_VD, tokens, axis=0))
+    return drafter.transfer.of_tokens(rows_VD, tokens)
 
 
 def drafting_states(config: DrafterConfig, block: BlockOutput) -> jax.Array:

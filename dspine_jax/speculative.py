@@ -39,6 +39,7 @@ from dspine_jax.selection import (
 )
 from dspine_jax.sequential import sequential_head
 from dspine_jax.target import Target
+from dspine_jax.transfer import Frozen, token_table
 from dspine_jax.vocabulary import vocabulary_logits
 
 Policy = Literal["own", "tail_mixed", "point_mass"]
@@ -356,6 +357,16 @@ def _refill(drafter_state, target_state, state: DecodeState, row_n, prompts_nS, 
     return insert(state, fresh, row_n)
 
 
+def with_token_table(drafter: Drafter | PromptLookup, target: Target, dtype) -> Drafter | PromptLookup:
+    """A drafter with the same arrays that looks tokens' features up instead of computing them each round; one without injection as it is."""
+    if isinstance(drafter, PromptLookup) or drafter.config.injection is None:
+        return drafter
+    drafter = nnx.merge(*nnx.split(drafter))
+    table_VR = jax.jit(token_table, static_argnames="dtype")(drafter.transfer, target.output_embedding_VD, dtype=jnp.dtype(dtype))
+    drafter.transfer.table = nnx.data(Frozen(table_VR))
+    return drafter
+
+
 class Decoder:
     """A target with or without a drafter, compiled once per shape and settings."""
 
@@ -363,7 +374,7 @@ class Decoder:
         settings.check(drafter)
         self.target, self.drafter, self.settings = target, drafter, settings
         self._target_graph, self._target_state = nnx.split(target)
-        self._drafter_graph, self._drafter_state = (None, None) if drafter is None else nnx.split(drafter)
+        self._drafter_graph, self._drafter_state = (None, None) if drafter is None else nnx.split(with_token_table(drafter, target, settings.dtype))
         self._static = dict(drafter_graph=self._drafter_graph, target_graph=self._target_graph, settings=settings)
 
     def start(self, prompts_BS: jax.Array, lengths_B: jax.Array, limit_B: jax.Array, keys_B: jax.Array, *, room: int) -> DecodeState:

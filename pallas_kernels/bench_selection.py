@@ -19,7 +19,6 @@ import jax.numpy as jnp
 
 from dspine_jax.vocabulary import mask_padded_vocabulary, vocabulary_logits
 from pallas_kernels.bench import repeated, time_program
-from pallas_kernels.injection import unit
 from pallas_kernels.shapes import BATCHES, MODELS, ModelShape
 from pallas_kernels.topk_logits import chunks, pallas_gpu, topk_logits, triton_gpu
 from pallas_kernels.transition import arg_specs, greedy_walk, ref, transition_table
@@ -73,38 +72,38 @@ class Bench:
 
     @functools.cached_property
     def arrays(self):
-        """(arguments of the table, mean [D], basis [D,R], hidden states [rounds,T,D])."""
-        D, R, T = self.shape.hidden_size, self.shape.transfer_size, self.batch * (self.shape.block_size - 1)
+        """(arguments of the table, features T of all tokens [V,R], hidden states [rounds,T,D])."""
+        D, R, V, T = self.shape.hidden_size, self.shape.transfer_size, self.shape.vocab_size, self.batch * (self.shape.block_size - 1)
 
         @jax.jit
         def draw(key):
-            keys = jax.random.split(key, 4)
+            keys = jax.random.split(key, 3)
             args = arg_specs.arguments(self.shape, self.batch, keys[0], jnp.bfloat16)[0]
-            mean, basis = 0.1 * jax.random.normal(keys[1], (D,)), jax.random.normal(keys[2], (D, R)) * D**-0.5
-            return args, mean, basis, jax.random.normal(keys[3], (ROUNDS[self.batch], T, D), jnp.bfloat16)
+            features = jax.random.normal(keys[1], (V, R), jnp.bfloat16)
+            return args, features, jax.random.normal(keys[2], (ROUNDS[self.batch], T, D), jnp.bfloat16)
 
         return draw(jax.random.key(0))
 
     @functools.cached_property
     def logits(self) -> tuple[jax.Array, ...]:
         """Logits [T,V] of every round."""
-        (*_, rows, _, _), _, _, hidden = self.arrays
+        (*_, rows, _, _), _, hidden = self.arrays
         head = jax.jit(lambda h, rows: vocabulary_logits(h, rows, rows.shape[0]))
         return tuple(head(h, rows) for h in hidden)
 
     def rounds(self, route: str, from_logits: bool):
-        """A function of (inputs of all rounds, table arguments, mean, basis) -> tokens of all rounds."""
+        """A function of (inputs of all rounds, table arguments, features of all tokens) -> tokens of all rounds."""
         by_hidden, by_logits, table, walk = ROUTES[route]
-        B, J, P, R = self.batch, self.shape.block_size - 1, self.shape.num_candidates, self.shape.transfer_size
+        B, J, P = self.batch, self.shape.block_size - 1, self.shape.num_candidates
 
-        def run(inputs, args, mean, basis):
+        def run(inputs, args, features_VR):
             stream, gate, _, anchor, _, rows, weights, norm = args
             out = [None]
             for x in inputs:
                 x, anchor = after((x, anchor), out[-1])
                 values_ids = by_logits(x, P, num_tokens=self.num_tokens) if from_logits else by_hidden(x, rows, P, num_tokens=self.num_tokens)
                 ids = values_ids[1].reshape(B, 1, J, P)
-                features = R**0.5 * unit((jnp.take(rows, ids, axis=0).astype(jnp.float32) - mean) @ basis)
+                features = jnp.take(features_VR, ids, axis=0).astype(jnp.float32)
                 scores = transition_table(stream, gate, ids, anchor, features, rows, weights, norm, eps=1e-6, implementation=table)
                 out.append(walk(scores, ids))
             return out[1:]
@@ -118,13 +117,13 @@ class Bench:
         return time_program(compiled, args, count * rounds, self.repeats)[0]
 
     def selection(self, route: str, from_logits: bool) -> float:
-        args, mean, basis, hidden = self.arrays
+        args, features, hidden = self.arrays
         inputs = self.logits if from_logits else (hidden[0],)
-        return self.milliseconds(self.rounds(route, from_logits), inputs, args, mean, basis, rounds=len(inputs))
+        return self.milliseconds(self.rounds(route, from_logits), inputs, args, features, rounds=len(inputs))
 
     def head(self, function) -> float:
         """A function of (hidden states [T,D], U)."""
-        (*_, rows, _, _), _, _, hidden = self.arrays
+        (*_, rows, _, _), _, hidden = self.arrays
         return self.milliseconds(function, hidden[0], rows, rounds=1)
 
     def chain(self, function, inputs, *shared) -> float:

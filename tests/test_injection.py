@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from fixtures.drafter_models import BAR, random_tokens, reference_of, relative_l2, tiny_drafter, tiny_target
 
+from dspine_jax import transfer
 from dspine_jax.drafter import Drafter
 from dspine_jax.selection import anchor_features, select_greedy, transition_cache
+from dspine_jax.speculative import with_token_table
 from dspine_jax.transfer import TransferSpace, build_transfer_space
 from pallas_kernels.injection import InjectionWeights, injection, write
 from pallas_kernels.topk_logits import topk_logits
@@ -368,6 +370,19 @@ def test_token_features_of_ids_equal_the_reference_and_dflash_has_none():
     reference = reference_of(drafter, target())
     assert relative_l2(ours, np.stack([reference.token_feature(v) for v in ids])) <= BAR
     assert anchor_features(tiny_drafter(target(), "dflash"), target().output_embedding_VD, ids) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decoders_table_of_features_holds_what_training_computes(dtype, monkeypatch):
+    """In the stream's type, to which a write casts them anyway; the drafter itself stays as it was. Three chunks of rows, the last one partial."""
+    monkeypatch.setattr(transfer, "TABLE_CHUNK", 40)
+    drafter, rows_VD = tiny_drafter(target(), "dspine"), target().output_embedding_VD
+    ids = jnp.arange(len(rows_VD))
+    computed = anchor_features(drafter, rows_VD, ids)
+    looked_up = anchor_features(with_token_table(drafter, target(), dtype), rows_VD, ids)
+    assert looked_up.dtype == jnp.float32 and drafter.transfer.table is None
+    assert relative_l2(looked_up, computed) < {"float32": 1e-6, "bfloat16": 3e-3}[dtype]
+    np.testing.assert_array_equal(looked_up, looked_up.astype(dtype).astype(jnp.float32))
 
 
 def test_counts_of_another_vocabulary_are_refused():
