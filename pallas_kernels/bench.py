@@ -5,8 +5,9 @@
     python -m pallas_kernels.bench --ops injection --shapes qwen3-8b --batches 1 --scan --seconds 120
 
 A program runs an operation on several sets of arguments one after the other, each waiting for the one before, as the layers of a round do: together they
-are larger than the caches, so weights come from memory. Several programs are queued, so that the device never waits for the host; the time is their
-wall-clock time over the number of operations, the spread the distance between its quartiles. The floor is the time that the bytes (every input read once,
+are larger than the caches, so weights come from memory. It does so in a loop on the device, at buffers that stay where they are, as a decode loop does:
+a call from the host with this many arguments takes longer than the operations. The time is its wall-clock time over the number of operations, the spread
+the distance between the quartiles. The floor is the time that the bytes (every input read once,
 every output written once) take at the bandwidth of a large copy, measured first. 'default' is what the operation chooses by itself, 'xla' its reference.
 
 ``--scan`` tries the launches that an operation's ``pallas_gpu.candidates`` offers, kernel after kernel, the best so far kept for the others; ``--set``
@@ -32,7 +33,6 @@ from pallas_kernels.shapes import BATCHES, MODELS, ModelShape
 
 OPS = (injection, topk_logits, transition, block_attention, cached_attention, head_softmax)
 IMPLEMENTATIONS = ("xla", "default", "pallas", "triton", "mosaic_gpu")
-QUEUED = 4  # programs between two looks at the clock
 
 
 def op_name(op) -> str:
@@ -50,24 +50,39 @@ def part(op, module: str):
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
-def time_queued(compiled, inputs, per_program: int, repeats: int) -> tuple[float, float]:
+def repeated(run, count: int):
+    """``run``, ``count`` times one after the other in one program, as a function of its arguments; returns the last results."""
+
+    def program(*args):
+        def once(_, carry):
+            # Through the order, and not only through the loop, or XLA would run what never changes before it.
+            inputs, order = jax.lax.optimization_barrier((args, carry[0]))
+            return jax.lax.optimization_barrier((order, run(*inputs)))
+
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, *args))
+        return jax.lax.fori_loop(0, count, once, (jnp.int32(0), nothing))[1]
+
+    return program
+
+
+def time_program(compiled, inputs, operations: int, repeats: int) -> tuple[float, float]:
     """(median, distance of the quartiles) in milliseconds an operation."""
     jax.block_until_ready(compiled(*inputs))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready([compiled(*inputs) for _ in range(QUEUED)])
-        times.append(1e3 * (time.perf_counter() - start) / QUEUED / per_program)
+        jax.block_until_ready(compiled(*inputs))
+        times.append(1e3 * (time.perf_counter() - start) / operations)
     low, median, high = statistics.quantiles(times, n=4)
     return median, high - low
 
 
 def copy_bandwidth() -> float:
     """Bytes a second, read plus written, of a large copy (1 GiB on an accelerator, 16 MiB on a CPU)."""
-    words = 2**22 if jax.default_backend() == "cpu" else 2**28
+    words, count = (2**22, 1) if jax.default_backend() == "cpu" else (2**28, 20)
     x = jnp.zeros((words,), jnp.int32)
-    compiled = jax.jit(lambda x: x + 1).lower(x).compile()
-    return 8 * words / (1e-3 * time_queued(compiled, (x,), 1, 10)[0])
+    compiled = jax.jit(repeated(lambda x: x + 1, count)).lower(x).compile()
+    return 8 * words / (1e-3 * time_program(compiled, (x,), count, 10)[0])
 
 
 class Case:
@@ -81,8 +96,8 @@ class Case:
         self.gradients = gradients
         self.bytes = specs.bytes_moved(shape, batch, dtype, **extra)
         count = max(shape.num_layers, min(40, int(at_least_bytes // self.bytes)))
-        # A program has to take longer on the device than its launch takes on the host.
-        self.rounds = max(1, min(200, int(2 * at_least_bytes // self.bytes)) // count)
+        # A program has to take much longer on the device than its launch takes on the host.
+        self.rounds = max(1, min(2000, int(40 * at_least_bytes // self.bytes)) // count)
         made = [specs.arguments(shape, batch, jax.random.key(i), dtype, **extra) for i in range(count)]
         self.sets, self.static = [args for args, _ in made], made[0][1]
 
@@ -102,7 +117,7 @@ class Case:
     def program(self, sets, implementation: str) -> list:
         run = jax.jit(functools.partial(self.run, implementation=implementation))  # traced once, not for every set
         results = []
-        for args in sets * self.rounds:
+        for args in sets:
             if results:  # returned after the barrier: XLA drops what a barrier gives to nobody, and the order with it
                 args, results[-1] = jax.lax.optimization_barrier((args, results[-1]))
             results.append(run(args))
@@ -110,8 +125,8 @@ class Case:
 
     def time(self, implementation: str, repeats: int) -> tuple[float, float]:
         """(median, spread) in ms. Raises what compiling or running does."""
-        compiled = jax.jit(functools.partial(self.program, implementation=implementation)).lower(self.sets).compile()
-        return time_queued(compiled, (self.sets,), self.operations, repeats)
+        program = repeated(functools.partial(self.program, implementation=implementation), self.rounds)
+        return time_program(jax.jit(program).lower(self.sets).compile(), (self.sets,), self.operations, repeats)
 
     def error(self, implementation: str) -> float | None:
         """Largest relative L2 distance of a floating-point output to the reference in fp32; None for gradients and for outputs of integers."""

@@ -1,7 +1,8 @@
 """Time of selection (top-P, table, walk) a round on a GPU, plain XLA beside the kernels: python -m pallas_kernels.bench_selection --json out.json
 
-Without the head, top-P starts from logits in memory, and a program holds several rounds, for one alone takes no longer than its dispatch; each has logits of
-its own and waits for the one before, or XLA would merge them. ``--parts`` times top-P, table and walk alone, ``--scan`` other launches of one kernel.
+Rounds run one after the other in a loop on the device, as pallas_kernels.bench says. Without the head, top-P starts from logits in memory; each of several
+rounds has logits of its own and waits for the one before, or XLA would merge them. ``--parts`` times top-P, table and walk alone, ``--scan`` other launches of
+one kernel.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import dataclasses
 import functools
 import itertools
 import json
-import statistics
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from dspine_jax.vocabulary import mask_padded_vocabulary, vocabulary_logits
+from pallas_kernels.bench import repeated, time_program
 from pallas_kernels.injection import unit
 from pallas_kernels.shapes import BATCHES, MODELS, ModelShape
 from pallas_kernels.topk_logits import chunks, pallas_gpu, topk_logits, triton_gpu
@@ -112,15 +112,10 @@ class Bench:
         return run
 
     def milliseconds(self, function, *args, rounds: int) -> float:
-        """Median time of a round over groups of calls that are queued together."""
-        compiled = jax.jit(function).lower(*args).compile()
-        jax.block_until_ready(compiled(*args))
-        times = []
-        for _ in range(self.repeats):
-            start = time.perf_counter()
-            jax.block_until_ready([compiled(*args) for _ in range(5)])
-            times.append((time.perf_counter() - start) / (5 * rounds))
-        return 1e3 * statistics.median(times)
+        """Median time of a round, ``rounds`` of them in a run of the function."""
+        count = 1 if jax.default_backend() == "cpu" else -(-60 // rounds)
+        compiled = jax.jit(repeated(function, count)).lower(*args).compile()
+        return time_program(compiled, args, count * rounds, self.repeats)[0]
 
     def selection(self, route: str, from_logits: bool) -> float:
         args, mean, basis, hidden = self.arrays

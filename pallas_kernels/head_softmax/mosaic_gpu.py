@@ -24,6 +24,7 @@ STATES, ROWS, DEPTH = 128, 128, 64  # of a warpgroup's tile
 WARPGROUPS = 2
 STATES_OF_TILE = WARPGROUPS * STATES
 STAGES = 3  # pairs of operands in shared memory
+SLICE = 64  # vocabulary rows of a tile in which the largest logit's id is looked for
 STORED = 64  # columns of a tile that leave together
 NEIGHBOURS = 8  # tiles of vocabulary rows that programs share at a time
 LOG2_E = math.log2(math.e)
@@ -98,15 +99,26 @@ def _kernel(hidden_ref, rows_ref, origin_ref, end_ref, weights_ref, total_ref, t
                 @functools.partial(pl.run_scoped, logits_ref=plgpu.ACC((STATES, ROWS), jnp.float32))
                 def _(logits_ref):
                     run(logits_ref)
-                    across = lambda x_S: jax.lax.broadcast_in_dim(x_S, (STATES, ROWS), [0])  # noqa: E731
-                    id_SR = plgpu.broadcasted_iota(jnp.int32, (STATES, ROWS), 1, layout=plgpu.Layout.WGMMA)
+                    across = lambda x_S, columns=ROWS: jax.lax.broadcast_in_dim(x_S, (STATES, columns), [0])  # noqa: E731
+                    ids = lambda columns: plgpu.broadcasted_iota(jnp.int32, (STATES, columns), 1, layout=plgpu.Layout.WGMMA)  # noqa: E731
                     logits_SR = logits_ref[...]
                     if padded:
-                        logits_SR = jnp.where(id_SR < end_ref[0] - first_row, logits_SR, jnp.float32(MASKED))
+                        logits_SR = jnp.where(ids(ROWS) < end_ref[0] - first_row, logits_SR, jnp.float32(MASKED))
                     origin_S = plgpu.load(origin_ref.at[states], *WHOLE, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                     weights_SR = jnp.exp2(jnp.minimum(logits_SR * LOG2_E - across(origin_S * LOG2_E), jnp.float32(largest * LOG2_E)))
-                    top_S, total_S = logits_SR.max(axis=1), weights_SR.sum(axis=1)
-                    best_S = jnp.where(logits_SR == across(top_S), id_SR, jnp.int32(LAST_ID - V)).min(axis=1) + first_row
+                    total_S = weights_SR.sum(axis=1)
+
+                    def better(one, other):
+                        """Of two slices (logits, their largest, first column) the one with the larger largest, the first of equals."""
+                        (one_SC, one_S, one_first_S), (other_SC, other_S, other_first_S) = one, other
+                        slice_SC = jnp.where(across(one_S, SLICE) >= across(other_S, SLICE), one_SC, other_SC)
+                        return slice_SC, jnp.maximum(one_S, other_S), jnp.where(one_S >= other_S, one_first_S, other_first_S)
+
+                    # The id is looked for in the best slice alone: comparisons are what takes longest in registers.
+                    slices = [(logits_SR[:, first : first + SLICE], first) for first in range(0, ROWS, SLICE)]
+                    slices = [(x_SC, x_SC.max(axis=1), jnp.int32(first)) for x_SC, first in slices]
+                    best_SC, top_S, first_S = functools.reduce(better, slices)
+                    best_S = jnp.where(best_SC == across(top_S, SLICE), ids(SLICE), jnp.int32(LAST_ID - V)).min(axis=1) + first_S + first_row
                     rounded_SR = weights_SR.astype(weights_ref.dtype)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left shared memory
                     for part in range(ROWS // STORED):

@@ -68,18 +68,18 @@ def measure(name: str, batch: int, layers, implementations: list[str], turns: in
     x, anchor_feature, _ = made[0]
     caches = [[jnp.full((batch, CONTEXT, shape.num_kv_heads, shape.head_dim), 0.1 + i, jnp.bfloat16) for i in range(shape.num_layers)] for _ in "kv"]
     inputs = state, [weights for *_, weights in made], x, anchor_feature, *caches, jnp.full((batch, 1), CONTEXT)
-    programs, failed = {}, {}
+    programs, failed, rounds = {}, {}, 1 if jax.default_backend() == "cpu" else 50
     for implementation in ("none", *implementations):
         try:
             run = functools.partial(round_pass, graph, implementation=implementation)
-            programs[implementation] = jax.jit(run).lower(*inputs).compile()
+            programs[implementation] = jax.jit(bench.repeated(run, rounds)).lower(*inputs).compile()
         except bench.FAILURES as failure:
             failed[implementation] = bench.short(failure)
             print(f"{name:13s} {batch:3d} {implementation:8s} {failed[implementation]}", flush=True)
     times = {implementation: [] for implementation in programs}
     for _ in range(turns):
         for implementation, program in programs.items():
-            times[implementation].append(bench.time_queued(program, inputs, 1, 5)[0])
+            times[implementation].append(bench.time_program(program, inputs, rounds, 2)[0])
     floor = 1e3 * shape.num_layers * arg_specs.bytes_moved(shape, batch, jnp.bfloat16) / bandwidth
     backbone, records = statistics.median(times["none"]), []
     for implementation, values in times.items():

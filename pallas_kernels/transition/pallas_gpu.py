@@ -77,7 +77,7 @@ def _kernel(
     place = spread(group_M), spread(slot_M - group_M * J + 1), jnp.broadcast_to(jnp.arange(E, dtype=jnp.int32)[None, :], (M, E))
     own = lambda ref: plgpu.load(ref.at[place], mask=jnp.broadcast_to(real_M1, (M, E)), other=0.0).astype(jnp.float32)  # noqa: E731
     dtype = stream_ref.dtype
-    written_ME = (own(stream_ref) + jax.nn.sigmoid(gate_ME + own(gate_ref)) * message_ME).astype(dtype).astype(jnp.float32)
+    written_ME = own(stream_ref) + jax.nn.sigmoid(gate_ME + own(gate_ref)) * message_ME
     weighted_ME = (written_ME * norm_ref[...].astype(jnp.float32)[None, :]).astype(dtype)
     # Scores of all pairs in the tile; those of the same slot are kept, one block of P columns a row.
     scores_MM = plgpu.dot(weighted_ME, load(candidate_ref).T)
