@@ -1,32 +1,128 @@
-"""Configs of public DFlash checkpoints (the layout of z-lab's and SGLang's folders) as DrafterConfig; their tensors have the names of ours."""
+"""Drafter configs in the public layout (config.json of z-lab's, SpecForge's and SGLang's folders): read as DrafterConfig, and written.
+
+Tensors have the names of our own folders; what a server needs beside them is in ``Layout.derived``.
+"""
 
 from __future__ import annotations
 
-from dspine_jax.config import DrafterConfig
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dspine_jax.config import DrafterConfig, InjectionConfig, TargetConfig
 
 # What other drafters of the family, or settings that are not computed here, have; a value of these is refused by name.
 OTHERS = ("projector_type", "conv_kernel_size", "selector_rank", "markov_rank", "lilicorr_rank", "output_multiplier", "final_logit_softcapping")
+DSPINE_VERSION = 1  # of the keys and tensors that DSpine adds
+# DeepSpec keeps everything at top level and has shifted labels throughout.
+_DEEPSPEC = ("markov_rank", "num_anchors", "sample_from_anchor")
+
+
+class Layout(NamedTuple):
+    """What one method has beyond the backbone."""
+
+    architecture: str
+    keys: Callable[[DrafterConfig], dict]  # written into dflash_config
+    fields: Callable[[dict], dict]  # DrafterConfig fields read from dflash_config
+    derived: tuple[str, ...] = ()  # tensors of the file that follow from the drafter and the target's LM head
+
+
+def _dspine_keys(config: DrafterConfig) -> dict:
+    c = config.injection
+    return {
+        "dspine_version": DSPINE_VERSION,
+        "dspine_rank": c.transfer_size,
+        "dspine_top_k": c.num_candidates,
+        "dspine_layers": list(c.layers),
+        "dspine_whiten": c.whiten,
+        "dspine_message_init_std": c.message_init_std,
+    }
+
+
+def _dspine_fields(own: dict) -> dict:
+    if own.get("dspine_version") != DSPINE_VERSION:
+        raise ValueError(f"dflash_config.dspine_version is {own.get('dspine_version')!r}; this release reads version {DSPINE_VERSION}")
+    for key in ("dspine_rank", "dspine_top_k"):
+        if type(own.get(key)) is not int:
+            raise ValueError(f"dflash_config.{key} is {own.get(key)!r}, expected a whole number")
+    layers, whiten, std = own.get("dspine_layers"), own.get("dspine_whiten"), own.get("dspine_message_init_std")
+    if not isinstance(layers, list) or not all(type(i) is int for i in layers):
+        raise ValueError(f"dflash_config.dspine_layers is {layers!r}, expected a list of draft layers")
+    if type(whiten) is not bool or type(std) not in (int, float):
+        raise ValueError(f"dflash_config.dspine_whiten is {whiten!r} and dspine_message_init_std {std!r}, expected true or false and a number")
+    return {"injection": InjectionConfig(tuple(layers), own["dspine_rank"], whiten, float(std), own["dspine_top_k"])}
+
+
+LAYOUTS = {
+    "dflash": Layout("DFlashDraftModel", lambda config: {}, lambda own: {}),
+    "dspine": Layout("DSpineDraftModel", _dspine_keys, _dspine_fields, ("transfer.table",)),
+}
 
 
 def is_public_config(data: object) -> bool:
-    """Whether the content of a config.json is in the public layout."""
-    return isinstance(data, dict) and "dflash_config" in data
+    """Whether the content of a config.json is in the public layout, or in DeepSpec's."""
+    return isinstance(data, dict) and ("dflash_config" in data or "architectures" in data)
+
+
+def public_config(config: DrafterConfig, target: TargetConfig, *, dtype: str) -> dict:
+    """config.json of a resolved drafter as its servers read it; ``public_drafter_config`` reads it back to the same config.
+
+    ``dtype`` names the type of the weights. Which reader needs which key, and what it does without: docs/serving.md.
+    """
+    layout, causal = LAYOUTS[config.method], config.block_attention == "causal"
+    own = {
+        "target_layer_ids": list(config.target_layer_ids),
+        "mask_token_id": config.mask_token_id,
+        "block_size": config.block_size,
+        "num_draft_tokens": config.num_draft_tokens,
+        "causal": causal,
+        "label_shift": config.label_shift,
+        "num_tokens": target.num_tokens,
+        "template_mode": config.template_mode,
+    }
+    return {
+        "architectures": [layout.architecture],
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": target.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "layer_types": ["full_attention"] * config.num_layers,
+        "use_sliding_window": False,
+        "is_causal": causal,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "dflash_config": own | layout.keys(config),
+    }
 
 
 def public_drafter_config(data: dict) -> DrafterConfig:
-    """The DFlash drafter that a public config.json describes.
+    """The drafter that a public config.json describes: DFlash, or a DSpine that ``public_config`` wrote.
 
     ``block_size`` stands at top level or in ``dflash_config``, which wins; the RoPE base in ``rope_parameters`` or as ``rope_theta``. Raises ValueError for
     another drafter of the family, RoPE scaling, sliding windows, biases, shifted labels and missing or mistyped keys.
     """
-    own = data["dflash_config"]
+    own = data.get("dflash_config")
+    if own is None and any(key in data for key in _DEEPSPEC):
+        raise ValueError(f"{data.get('architectures')} in DeepSpec's layout: its slots predict the token after theirs (shifted), which is not built here")
     if not isinstance(own, dict):
         raise ValueError(f"dflash_config is {own!r}, expected an object with target_layer_ids and mask_token_id")
     both = data | own
     for name in OTHERS:
         if both.get(name) not in (None, 0, 1.0):
             raise ValueError(f"{name} is {both[name]!r}: this is another drafter than DFlash, and only DFlash is read from public folders")
-    if both.get("shift_label"):
+    if both.get("shift_label") or own.get("label_shift", "same_position") != "same_position":
         raise ValueError("shift_label is set: its slots predict the token after theirs, which is not built here")
     rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -51,6 +147,8 @@ def public_drafter_config(data: dict) -> DrafterConfig:
     for name, value in (("rope_theta", theta), ("rms_norm_eps", eps)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{name} is {value!r}, expected a number")
+    if own.get("template_mode") not in (None, "thinking", "non-thinking", "unset"):
+        raise ValueError(f"dflash_config.template_mode is {own['template_mode']!r}, expected 'thinking', 'non-thinking', 'unset' or null")
     causal = data.get("is_causal") or own.get("causal")
     return DrafterConfig(
         target_layer_ids=tuple(ids),
@@ -58,5 +156,14 @@ def public_drafter_config(data: dict) -> DrafterConfig:
         rope_theta=float(theta),
         rms_norm_eps=float(eps),
         block_attention="causal" if causal else "bidirectional",
+        template_mode=own.get("template_mode"),
         **fields,
+        **LAYOUTS[public_method(data)].fields(own),
     )
+
+
+def public_method(data: dict) -> str:
+    """The method of a public config.json, by its architecture; one that is not known counts as DFlash, whose importers never named it alike."""
+    named = {layout.architecture: method for method, layout in LAYOUTS.items()}
+    architectures = data.get("architectures") or [None]
+    return named.get(architectures[0], "dflash")
