@@ -77,15 +77,16 @@ def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, shardi
     folder = Path(folder)
     config = read_drafter_config(folder, target)
     abstract = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
-    tensors = folder_tensors(folder)
-    # Some trainers save the drafter as a part of a model; all names have the prefix then.
-    prefix = "model." if all(name.startswith("model.") for name in tensors) else ""
+    tensors, files = folder_tensors(folder), weight_files(folder)
+    source, prefix = str(files[0] if len(files) == 1 else folder), ""
     if _public_content(folder / "config.json") is not None:
+        # Some trainers save the drafter as a part of a model; all names have the prefix then.
+        prefix = "model." if all(name.startswith("model.") for name in tensors) else ""
         for name in LAYOUTS[config.method].derived:
             if prefix + name not in tensors:
-                raise ValueError(f"{folder}: missing tensor {name}; the config and the weights do not belong together")
+                raise ValueError(f"{source}: missing tensor {name}; the config and the weights do not belong together")
             tensors.drop(prefix + name)
-    return load_tensors(abstract, tensors, source=str(folder), dtype=dtype, rename=lambda name: prefix + name, sharding=sharding)
+    return load_tensors(abstract, tensors, source=source, dtype=dtype, rename=lambda name: prefix + name, sharding=sharding)
 
 
 def drafter_parameter_counts(drafter: Drafter) -> dict[str, int]:

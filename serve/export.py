@@ -93,6 +93,8 @@ def export_drafter(source: Path, target_path: str, output: Path, *, dtype: str, 
     target = read_target_config(target_path)
     config = read_drafter_config(source, target)
     check_mask_token(config, Path(target_path))
+    if config.method == "dspine" and not config.redoes_last_write:
+        raise ValueError(f"{source}: injects after layers {list(config.injection_layers)}, the last one not among them: no write to redo, which is not served")
     card = model_card(config, target, source, target_path, dtype, results)
     rows_VD = load_head_rows(target_path) if LAYOUTS[config.method].derived else None
     write_tensors(output, served_tensors(load_drafter(source, target), rows_VD, jnp.dtype(dtype)))
