@@ -63,6 +63,7 @@ class DSpineDraftModel(DFlashDraftModel):
         self.lm_head: nn.Module | None = None  # the target's, attached by the worker
         self.injections = nn.ModuleDict({str(i): Injection(int(config.hidden_size), keys.rank, self.rms_norm_eps) for i in keys.layers})
         self.transfer = Transfer(int(config.vocab_size), int(config.hidden_size), keys.rank)
+        self.injections.requires_grad_(False)
         self.candidate_selector = DSpineSelector(self, keys.top_k)
         self._whole = False  # whether a full checkpoint was loaded
 

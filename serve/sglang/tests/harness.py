@@ -1,0 +1,126 @@
+"""The model class driven as SGLang's DFLASH worker drives it, with an attention of ours in place of its GPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.plugins import load_plugins
+from transformers import AutoConfig
+
+
+class Context:
+    """Stands for the draft model's KV pool: per-layer context keys and values [n,S,G,C] of a batch, the first context_len rows visible."""
+
+    def __init__(self, context_len_n: torch.Tensor):
+        self.context_len_n = context_len_n
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attention(self, layer: RadixAttention, q, k, v, forward_batch, save_kv_cache=True, **kwargs) -> torch.Tensor:
+        """Replaces RadixAttention.forward: rows [n*B, heads*C] over the context and their own block."""
+        n, G, C = forward_batch.batch_size, layer.tp_k_head_num, layer.head_dim
+        q, k, v = (x.reshape(n, -1, heads, C).float() for x, heads in ((q, layer.tp_q_head_num), (k, G), (v, G)))
+        B = q.shape[1]
+        ctx_k, ctx_v = (x.float() for x in self.layers[layer.layer_id])
+        visible = (torch.arange(ctx_k.shape[1]) < self.context_len_n[:, None])[:, None].expand(-1, B, -1)
+        own = torch.ones(B, B, dtype=torch.bool)
+        own = (own.tril() if layer.attn_type == AttentionType.DECODER else own).expand(n, -1, -1)
+        shared = q.shape[2] // G
+        scores = torch.einsum("nqhc,nkhc->nhqk", q, torch.cat([ctx_k, k], 1).repeat_interleave(shared, 2)) * layer.scaling
+        scores = scores.masked_fill(~torch.cat([visible, own], -1)[:, None], float("-inf"))
+        out = torch.einsum("nhqk,nkhc->nqhc", scores.softmax(-1), torch.cat([ctx_v, v], 1).repeat_interleave(shared, 2))
+        return out.reshape(n * B, -1).to(torch.get_default_dtype())
+
+    def fill(self, model, taps_BSE: torch.Tensor, row_n: torch.Tensor) -> None:
+        """Context keys and values from tapped states, by the calls that the worker makes; row_n says which row each request of the batch reads."""
+        B, S = taps_BSE.shape[:2]
+        hidden = model.project_target_hidden(taps_BSE.flatten(0, 1))
+        positions = torch.arange(S).repeat(B)
+        for index, layer in enumerate(model.layers):
+            attention = layer.self_attn
+            k, v = attention.kv_proj_only(model.prepare_context_hidden_for_kv(layer, hidden))
+            k = attention.apply_k_rope(positions, attention.apply_k_norm(k))
+            shape = (B, S, attention.num_kv_heads, attention.head_dim)
+            self.layers[index] = (k.view(shape)[row_n], v.view(shape)[row_n])
+
+
+def head_of(weight_VD: torch.Tensor, **changes) -> torch.nn.Module:
+    """A target's LM head as far as the drafter looks at it."""
+    head = torch.nn.Module()
+    head.weight = torch.nn.Parameter(weight_VD, requires_grad=False)
+    shard = SimpleNamespace(num_added_elements=0, num_org_elements=len(weight_VD), org_vocab_start_index=0)
+    for name, value in ({"org_vocab_size": len(weight_VD), "quant_method": None, "shard_indices": shard} | changes).items():
+        setattr(head, name, value)
+    return head
+
+
+def config_of(folder: Path):
+    """As SGLang reads it."""
+    return AutoConfig.from_pretrained(folder)
+
+
+def build(config, weights: Iterable | None = None, **options):
+    """The class that SGLang resolves for the config, in the default dtype, with its weights."""
+    load_plugins()
+    cls, architecture = ModelRegistry.resolve_model_cls(config.architectures)
+    assert architecture == "DSpineDraftModel", architecture
+    model = cls(config=config, **options)
+    if weights is not None:
+        model.load_weights(weights)
+    return model.eval()
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def golden_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(x) for name, x in np.load(folder / "golden.npz").items()}
+
+
+class Case:
+    """A built model with the golden requests of its folder as one batch."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
+        self.folder, self.golden = folder / "drafter", golden_of(folder)
+        self.dtype = dtype
+        torch.set_default_dtype(dtype)
+        try:
+            self.model = build(config_of(self.folder), tensors_of(self.folder).items())
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for layer in self.model.layers:
+            layer.self_attn.use_table_qk_norm_rope = False  # a Triton kernel, chosen by dtype alone
+        self.head = head_of(self.golden["head"].to(dtype))
+        self.model.lm_head = self.head
+
+    def run(self, chosen: slice = slice(None), block_size: int | None = None, embeds_change=None) -> torch.Tensor:
+        """Draft forward of the chosen requests -> rows [n,B,2D]."""
+        g, model = self.golden, self.model
+        model.set_block_size(block_size or model.keys.block_size)
+        B, anchor, context_len = model.block_size, g["anchor"][chosen].long(), g["context_len"][chosen].long()
+        ids = torch.full((len(anchor), B), model.config.dflash_config["mask_token_id"])
+        ids[:, 0] = anchor
+        context = Context(context_len)
+        embeds = g["embedding"][ids].to(self.dtype)
+        if embeds_change is not None:
+            embeds = embeds_change(embeds)
+        with torch.no_grad():
+            torch.set_default_dtype(self.dtype)
+            context.fill(model, g["taps"].to(self.dtype), g["row"][chosen].long())
+            original, RadixAttention.forward = RadixAttention.forward, lambda layer, *args, **kwargs: context.attention(layer, *args, **kwargs)
+            try:
+                positions = (context_len[:, None] + torch.arange(B)).reshape(-1)
+                batch = SimpleNamespace(batch_size=len(anchor))
+                out = model(ids.reshape(-1), positions, batch, input_embeds=embeds.reshape(-1, embeds.shape[-1]))
+            finally:
+                RadixAttention.forward = original
+                torch.set_default_dtype(torch.float32)
+        self.context, self.ids = context, ids
+        return out.hidden_states.view(len(anchor), B, -1)
