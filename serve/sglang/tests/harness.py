@@ -87,7 +87,7 @@ def golden_of(folder: Path) -> dict[str, torch.Tensor]:
 class Case:
     """A built model with the golden requests of its folder as one batch."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, head=head_of):
         self.folder, self.golden = folder / "drafter", golden_of(folder)
         self.dtype = dtype
         torch.set_default_dtype(dtype)
@@ -97,7 +97,7 @@ class Case:
             torch.set_default_dtype(torch.float32)
         for layer in self.model.layers:
             layer.self_attn.use_table_qk_norm_rope = False  # a Triton kernel, chosen by dtype alone
-        self.head = head_of(self.golden["head"].to(dtype))
+        self.head = head(self.golden["head"].to(dtype))
         self.model.lm_head = self.head
 
     def run(self, chosen: slice = slice(None), block_size: int | None = None, embeds_change=None) -> torch.Tensor:
