@@ -12,7 +12,7 @@ SGLANG_PINS := serve/sglang/tests/requirements.txt
 SGLANG_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dspine-sglang/$(shell cat $(SGLANG_PINS) | sha256sum | cut -c1-12)
 SGLANG_BIN = $(SGLANG_VENV)/bin
 
-.PHONY: help install libtpu sglang sglang-test demo test lint clean
+.PHONY: help install libtpu sglang sglang-test sglang-bundle demo test lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -60,6 +60,13 @@ sglang-test: $(STAMP) sglang  ## the plugin in serve/sglang against SGLang itsel
 	$(SGLANG_BIN)/python -m pip install --quiet --no-deps --no-index --no-build-isolation --target build/sglang ./serve/sglang
 	JAX_PLATFORMS=cpu $(BIN)/python tests/served_golden.py build/sglang-golden
 	cd serve/sglang && DSPINE_GOLDEN=$(CURDIR)/build/sglang-golden PYTHONPATH=$(CURDIR)/build/sglang $(SGLANG_BIN)/python -m pytest
+
+sglang-bundle: $(STAMP)  ## build/sglang-server/site.tar.xz: what serve/sglang/server/steps.py needs on a GPU host without package indices
+	rm -rf build/sglang-demo build/golden serve/sglang/build
+	for m in dspine dflash; do $(BIN)/dspine-export assets/demo/$$m --target assets/demo/target --output build/sglang-demo/$$m --verify || exit; done
+	JAX_PLATFORMS=cpu $(BIN)/python tests/served_golden.py build/golden
+	mkdir -p build/sglang-demo/golden && cp -r build/golden/tiny/drafter build/golden/tiny/golden.npz build/sglang-demo/golden
+	$(BIN)/python serve/sglang/server/pack.py build/sglang-server --demo build/sglang-demo
 
 demo: $(PACKAGE)  ## train both drafters on the embedded target, score them, decode: minutes on two CPU cores (results in out/)
 	$(BIN)/python -m serve.demo

@@ -2,9 +2,9 @@
 
     python tests/served_golden.py FOLDER
 
-writes FOLDER/tiny and FOLDER/demo, each with drafter/ (a served folder, fp32) and golden.npz. Arrays of golden.npz: embedding, head [V,D]; taps [B,S,M*D]
-of whole rows; for each of N anchors row_N, anchor_N (token), context_len_N; context keys and values [L,B,S,G,C]; hidden, pre_write [N,K,D]; candidate_ids,
-base_logits [N,J,P]; table [N,J,P,P]; path, argmax [N,J] (with the table, and each slot's own best token).
+writes FOLDER/tiny, FOLDER/demo (DSpine) and FOLDER/dflash, each with drafter/ (a served folder, fp32) and golden.npz. Arrays of golden.npz: embedding, head
+[V,D]; taps [B,S,M*D] of whole rows; for each of N anchors row_N, anchor_N (token), context_len_N; context keys and values [L,B,S,G,C]; hidden [N,K,D];
+path [N,J], the greedy draft. DSpine also: pre_write [N,K,D]; candidate_ids, base_logits [N,J,P]; table [N,J,P,P]; argmax [N,J], each slot's own best token.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def compute(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_BN: 
     positions = anchors_BN[..., None] + jnp.arange(c.block_size)
     features = anchor_features(drafter, U, anchor_BN)
     block = drafter(target.input_embedding_VD[ids], keys, values, anchors_BN, positions, features)
-    table, candidate_ids = transition_cache(drafter, block, U, features, num_tokens=num_tokens)
-    base, _ = topk_logits(block.hidden_BNKD[:, :, 1:], U, c.injection.num_candidates, num_tokens=num_tokens)
     path = select_greedy(drafter, block, U, features, num_tokens=num_tokens)
-    blocks = {"anchor": anchor_BN, "hidden": block.hidden_BNKD, "pre_write": block.pre_write_BNKD, "candidate_ids": candidate_ids}
-    blocks |= {"base_logits": base, "table": table, "path": path, "argmax": candidate_ids[..., 0], "context_len": anchors_BN}
+    blocks = {"anchor": anchor_BN, "context_len": anchors_BN, "hidden": block.hidden_BNKD, "path": path}
+    if c.method == "dspine":
+        table, candidate_ids = transition_cache(drafter, block, U, features, num_tokens=num_tokens)
+        base, _ = topk_logits(block.hidden_BNKD[:, :, 1:], U, c.injection.num_candidates, num_tokens=num_tokens)
+        blocks |= {"pre_write": block.pre_write_BNKD, "candidate_ids": candidate_ids, "base_logits": base, "table": table, "argmax": candidate_ids[..., 0]}
     return {"taps": taps, "keys": jnp.stack(keys), "values": jnp.stack(values), "blocks": blocks}
 
 
@@ -75,15 +76,20 @@ def tiny(folder: Path) -> None:
     write_golden(folder, folder / "own", folder / "target", random_tokens(3, 2, 30), anchors)
 
 
-def demo(folder: Path) -> None:
+def demo(folder: Path, drafter: str = "dspine") -> None:
     """The trained demo drafter at 40 anchors of each of 5 evaluation rows."""
     data = DEMO / "data" / "evaluation"
     tokens, mask = np.load(data / "tokens.npy", allow_pickle=False)[:5], np.load(data / "loss_mask.npy", allow_pickle=False)[:5]
     anchors = np.stack([np.flatnonzero(row)[:40] for row in mask])
-    write_golden(folder, DEMO / "dspine", DEMO / "target", tokens[:, : anchors.max() + 1].astype(np.int32), anchors.astype(np.int32))
+    write_golden(folder, DEMO / drafter, DEMO / "target", tokens[:, : anchors.max() + 1].astype(np.int32), anchors.astype(np.int32))
+
+
+def dflash(folder: Path) -> None:
+    """The demo's DFlash drafter at the same anchors."""
+    demo(folder, "dflash")
 
 
 if __name__ == "__main__":
-    for case in (tiny, demo):
+    for case in (tiny, demo, dflash):
         (Path(sys.argv[1]) / case.__name__).mkdir(parents=True, exist_ok=True)
         case(Path(sys.argv[1]) / case.__name__)

@@ -19,10 +19,11 @@ _ops = types.ModuleType("vllm._custom_ops")
 _ops.rotary_embedding = None
 sys.modules.setdefault("vllm", types.ModuleType("vllm"))
 sys.modules.setdefault("vllm._custom_ops", _ops)
-# A torchvision built for CUDA cannot load its operators beside a CPU torch; SGLang needs their names alone.
-_torchvision = torch.library.Library("torchvision", "DEF")
-_torchvision.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-_torchvision.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+if not torch.cuda.is_available():
+    # A torchvision built for CUDA cannot load its operators beside a CPU torch; SGLang needs their names alone.
+    _torchvision = torch.library.Library("torchvision", "DEF")
+    _torchvision.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _torchvision.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def one_rank():

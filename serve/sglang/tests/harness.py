@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,24 +25,24 @@ class Context:
 
     def attention(self, layer: RadixAttention, q, k, v, forward_batch, save_kv_cache=True, **kwargs) -> torch.Tensor:
         """Replaces RadixAttention.forward: rows [n*B, heads*C] over the context and their own block."""
-        n, G, C = forward_batch.batch_size, layer.tp_k_head_num, layer.head_dim
+        n, G, C, dtype = forward_batch.batch_size, layer.tp_k_head_num, layer.head_dim, q.dtype
         q, k, v = (x.reshape(n, -1, heads, C).float() for x, heads in ((q, layer.tp_q_head_num), (k, G), (v, G)))
         B = q.shape[1]
         ctx_k, ctx_v = (x.float() for x in self.layers[layer.layer_id])
-        visible = (torch.arange(ctx_k.shape[1]) < self.context_len_n[:, None])[:, None].expand(-1, B, -1)
-        own = torch.ones(B, B, dtype=torch.bool)
+        visible = (torch.arange(ctx_k.shape[1], device=q.device) < self.context_len_n[:, None])[:, None].expand(-1, B, -1)
+        own = torch.ones(B, B, dtype=torch.bool, device=q.device)
         own = (own.tril() if layer.attn_type == AttentionType.DECODER else own).expand(n, -1, -1)
         shared = q.shape[2] // G
         scores = torch.einsum("nqhc,nkhc->nhqk", q, torch.cat([ctx_k, k], 1).repeat_interleave(shared, 2)) * layer.scaling
         scores = scores.masked_fill(~torch.cat([visible, own], -1)[:, None], float("-inf"))
         out = torch.einsum("nhqk,nkhc->nqhc", scores.softmax(-1), torch.cat([ctx_v, v], 1).repeat_interleave(shared, 2))
-        return out.reshape(n * B, -1).to(torch.get_default_dtype())
+        return out.reshape(n * B, -1).to(dtype)
 
     def fill(self, model, taps_BSE: torch.Tensor, row_n: torch.Tensor) -> None:
         """Context keys and values from tapped states, by the calls that the worker makes; row_n says which row each request of the batch reads."""
         B, S = taps_BSE.shape[:2]
         hidden = model.project_target_hidden(taps_BSE.flatten(0, 1))
-        positions = torch.arange(S).repeat(B)
+        positions = torch.arange(S, device=hidden.device).repeat(B)
         for index, layer in enumerate(model.layers):
             attention = layer.self_attn
             k, v = attention.kv_proj_only(model.prepare_context_hidden_for_kv(layer, hidden))
@@ -69,7 +70,7 @@ def build(config, weights: Iterable | None = None, **options):
     """The class that SGLang resolves for the config, in the default dtype, with its weights."""
     load_plugins()
     cls, architecture = ModelRegistry.resolve_model_cls(config.architectures)
-    assert architecture == "DSpineDraftModel", architecture
+    assert [architecture] == config.architectures, architecture
     model = cls(config=config, **options)
     if weights is not None:
         model.load_weights(weights)
@@ -87,40 +88,59 @@ def golden_of(folder: Path) -> dict[str, torch.Tensor]:
 class Case:
     """A built model with the golden requests of its folder as one batch."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, head=head_of):
-        self.folder, self.golden = folder / "drafter", golden_of(folder)
-        self.dtype = dtype
-        torch.set_default_dtype(dtype)
-        try:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, head=head_of, device: str = "cpu"):
+        self.folder, self.dtype, self.device = folder / "drafter", dtype, device
+        self.golden = {name: x.to(device) for name, x in golden_of(folder).items()}
+        with default_dtype(dtype), torch.device(device):
             self.model = build(config_of(self.folder), tensors_of(self.folder).items())
-        finally:
-            torch.set_default_dtype(torch.float32)
         for layer in self.model.layers:
-            layer.self_attn.use_table_qk_norm_rope = False  # a Triton kernel, chosen by dtype alone
-        self.head = head(self.golden["head"].to(dtype))
-        self.model.lm_head = self.head
+            if device == "cpu":
+                layer.self_attn.use_table_qk_norm_rope = False  # a Triton kernel, chosen by dtype alone
+        if dtype == torch.float32:  # GPU kernels of the layers are for 16-bit types
+            for module in self.model.modules():
+                if hasattr(module, "_forward_method"):
+                    module._forward_method = module.forward_native
+        self.model.lm_head = head(self.golden["head"].to(dtype))
+
+    def inputs(self, chosen: slice, block_size: int | None = None, embeds_change=None) -> dict:
+        """What the worker hands to a draft forward of the chosen requests, their context filled."""
+        g, model = self.golden, self.model
+        model.set_block_size(block_size or model.config.dflash_config["block_size"])
+        B, anchor, context_len = model.block_size, g["anchor"][chosen].long(), g["context_len"][chosen].long()
+        self.ids = torch.full((len(anchor), B), model.config.dflash_config["mask_token_id"], device=self.device)
+        self.ids[:, 0] = anchor
+        self.context = Context(context_len)
+        with torch.no_grad():
+            self.context.fill(model, g["taps"].to(self.dtype), g["row"][chosen].long())
+        embeds = g["embedding"][self.ids].to(self.dtype)
+        if embeds_change is not None:
+            embeds = embeds_change(embeds)
+        positions = (context_len[:, None] + torch.arange(B, device=self.device)).reshape(-1)
+        batch = SimpleNamespace(batch_size=len(anchor))
+        return dict(input_ids=self.ids.reshape(-1), positions=positions, forward_batch=batch, input_embeds=embeds.flatten(0, 1))
+
+    def forward(self, inputs: dict) -> torch.Tensor:
+        """Draft forward -> rows [n*B,2D]."""
+        context = self.context
+        original, RadixAttention.forward = RadixAttention.forward, lambda layer, *args, **kwargs: context.attention(layer, *args, **kwargs)
+        try:
+            with torch.no_grad():
+                return self.model(**inputs).hidden_states
+        finally:
+            RadixAttention.forward = original
 
     def run(self, chosen: slice = slice(None), block_size: int | None = None, embeds_change=None) -> torch.Tensor:
         """Draft forward of the chosen requests -> rows [n,B,2D]."""
-        g, model = self.golden, self.model
-        model.set_block_size(block_size or model.keys.block_size)
-        B, anchor, context_len = model.block_size, g["anchor"][chosen].long(), g["context_len"][chosen].long()
-        ids = torch.full((len(anchor), B), model.config.dflash_config["mask_token_id"])
-        ids[:, 0] = anchor
-        context = Context(context_len)
-        embeds = g["embedding"][ids].to(self.dtype)
-        if embeds_change is not None:
-            embeds = embeds_change(embeds)
-        with torch.no_grad():
-            torch.set_default_dtype(self.dtype)
-            context.fill(model, g["taps"].to(self.dtype), g["row"][chosen].long())
-            original, RadixAttention.forward = RadixAttention.forward, lambda layer, *args, **kwargs: context.attention(layer, *args, **kwargs)
-            try:
-                positions = (context_len[:, None] + torch.arange(B)).reshape(-1)
-                batch = SimpleNamespace(batch_size=len(anchor))
-                out = model(ids.reshape(-1), positions, batch, input_embeds=embeds.reshape(-1, embeds.shape[-1]))
-            finally:
-                RadixAttention.forward = original
-                torch.set_default_dtype(torch.float32)
-        self.context, self.ids = context, ids
-        return out.hidden_states.view(len(anchor), B, -1)
+        rows = self.forward(self.inputs(chosen, block_size, embeds_change))
+        return rows.view(-1, self.model.block_size, rows.shape[-1])
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype):
+    """SGLang builds a model in its default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

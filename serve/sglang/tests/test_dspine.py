@@ -125,19 +125,21 @@ def test_what_the_worker_uses_is_as_recorded():
     assert "input_embeds" in inspect.signature(DSpineDraftModel.forward).parameters and not hasattr(DSpineDraftModel, "forward_embed")
 
 
-def test_the_prewarm_hook_is_off_unless_asked_for(monkeypatch):
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    import dspine_sglang
-
-    registered = []
-    monkeypatch.setattr(HookRegistry, "register", lambda *args: registered.append(args))
-    dspine_sglang.register()
-    assert not registered
-    monkeypatch.setenv(dspine_sglang.SKIP_PREWARM, "1")
-    dspine_sglang.register()
-    worker = SimpleNamespace(model_runner=SimpleNamespace(prewarm_sampling=lambda: "the runner's"))
-    assert registered[0][1](None, worker) == "the runner's"
+def test_the_prewarm_hook_is_off_unless_asked_for():
+    code = """
+import conftest, sys
+with conftest.one_rank():
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+    from sglang.srt.plugins import load_plugins
+    held = [DFlashWorkerV2.prewarm_sampling]  # in a list: a patch also reaches every module's own name for it
+    load_plugins()
+    assert (DFlashWorkerV2.prewarm_sampling is not held[0]) == (sys.argv[1] == "1")
+    from types import SimpleNamespace
+    assert DFlashWorkerV2.prewarm_sampling(SimpleNamespace(model_runner=SimpleNamespace(prewarm_sampling=lambda: 7))) == 7
+"""
+    for asked in ("0", "1"):
+        environment = os.environ | {"DSPINE_SGLANG_SKIP_PREWARM": asked}
+        subprocess.run([sys.executable, "-c", code, asked], check=True, cwd=os.path.dirname(__file__), env=environment)
 
 
 # ---- 2, 3: config and weights ---------------------------------------------------------------------
