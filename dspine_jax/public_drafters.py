@@ -13,8 +13,11 @@ from dspine_jax.config import DrafterConfig, InjectionConfig, TargetConfig
 # What other drafters of the family, or settings that are not computed here, have; a value of these is refused by name.
 OTHERS = ("projector_type", "conv_kernel_size", "selector_rank", "markov_rank", "lilicorr_rank", "output_multiplier", "final_logit_softcapping")
 DSPINE_VERSION = 1  # of the keys and tensors that DSpine adds
-# DeepSpec keeps everything at top level and has shifted labels throughout.
-_DEEPSPEC = ("markov_rank", "num_anchors", "sample_from_anchor")
+# Layouts of other trainers by a key of theirs. DeepSpec's has all keys at top level; rank 0 is its DFlash.
+_LAYOUTS_NOT_READ = {
+    "markov_rank": "DeepSpec's layout, whose slots predict the token after theirs (shifted)",
+    "speculators_model_type": "the layout of vllm-project/speculators",
+}
 
 
 class Layout(NamedTuple):
@@ -59,8 +62,8 @@ LAYOUTS = {
 
 
 def is_public_config(data: object) -> bool:
-    """Whether the content of a config.json is in the public layout, or in DeepSpec's."""
-    return isinstance(data, dict) and ("dflash_config" in data or "architectures" in data)
+    """Whether the content of a config.json is in the public layout, or in another that is not ours."""
+    return isinstance(data, dict) and not {"dflash_config", "architectures", *_LAYOUTS_NOT_READ}.isdisjoint(data)
 
 
 def public_config(config: DrafterConfig, target: TargetConfig, *, dtype: str) -> dict:
@@ -114,8 +117,9 @@ def public_drafter_config(data: dict) -> DrafterConfig:
     another drafter of the family, RoPE scaling, sliding windows, biases, shifted labels and missing or mistyped keys.
     """
     own = data.get("dflash_config")
-    if own is None and any(key in data for key in _DEEPSPEC):
-        raise ValueError(f"{data.get('architectures')} in DeepSpec's layout: its slots predict the token after theirs (shifted), which is not built here")
+    for key, layout in _LAYOUTS_NOT_READ.items():
+        if own is None and key in data:
+            raise ValueError(f"{key} is {data[key]!r}: {layout}, is not read here")
     if not isinstance(own, dict):
         raise ValueError(f"dflash_config is {own!r}, expected an object with target_layer_ids and mask_token_id")
     both = data | own

@@ -139,6 +139,7 @@ def test_config_says_what_each_reader_needs(models, root):
         (lambda d: d.update(vocab_size=64), "vocab_size is 64 but the target has 128"),
         (lambda d: d.update(num_target_layers=8), "num_target_layers is 8 but the target has 6"),
         (lambda d: (d.pop("dflash_config"), d.update(markov_rank=0, block_size=7)), "DeepSpec's layout"),
+        (lambda d: (d.pop("dflash_config"), d.update(speculators_model_type="dflash")), "vllm-project/speculators"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_before_a_weight_is_read(change, words, root, monkeypatch):
