@@ -98,6 +98,20 @@ def test_files_that_do_not_fit_are_refused(case, reference, tmp_path):
             reference.Drafter.from_folder(folder)
 
 
+def test_its_kernels_are_copies(reference):
+    """jax-triton and torch run the same files at the same launches."""
+    import dspine_sglang.kernels as theirs
+    from pallas_kernels.injection import pallas_gpu as injection
+    from pallas_kernels.topk_logits import pallas_gpu as topk
+
+    for name, copy in (("injection", "injection_triton.py"), ("topk_logits", "topk_triton.py")):
+        original = PLUGIN.parents[1] / "pallas_kernels" / name / "triton_kernels.py"
+        assert (PLUGIN / "dspine_sglang" / "kernels" / copy).read_bytes() == original.read_bytes()
+    assert {kernel: {rows: tuple(x) for rows, x in launches.items()} for kernel, launches in injection.LAUNCHES.items()} == theirs.INJECTION
+    assert {tokens: tuple(x) for tokens, x in topk.LAUNCHES.items()} == theirs.HEAD
+    assert (injection.LEAST_ROWS, topk.SELECT_WARPS) == (theirs.LEAST_ROWS, theirs.SELECT_WARPS)
+
+
 def test_importing_it_needs_neither_jax_nor_sglang():
     code = "import sys, dspine_sglang.reference, dspine_sglang.config; sys.exit(any(m in sys.modules for m in ('jax', 'flax', 'sglang', 'dspine_jax')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=PLUGIN, env={"PYTHONPATH": str(PLUGIN)}, check=False).returncode == 0

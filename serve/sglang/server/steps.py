@@ -6,7 +6,7 @@
     python3 serve/sglang/server/steps.py all                        the three
 
 Modes of ``serve``: plain (no drafter); eager (no CUDA graphs); sampler (graphs, the selector outside of them); graph (graphs with the selector inside);
-dflash (graphs, SGLang's own DFlash model with the project's DFlash drafter). Each has its own time limit; a step that fails does not stop the next. Results
+kernels (graph, with the project's Triton kernels); dflash (graphs, SGLang's own DFlash model with the project's DFlash drafter). Each has its own time limit; a step that fails does not stop the next. Results
 and logs go to --out (default $OUT, else out/sglang): one JSON a step, logs beside it.
 
 Outside of a pinned installation (torch 2.14.1, sglang-kernel 0.4.10) this is SGLang on parts it was not released with: say so beside any figure.
@@ -34,6 +34,7 @@ MODES = {
     "eager": ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"],
     "sampler": [],
     "graph": [],
+    "kernels": [],
     "dflash": [],
 }
 COMMON = [
@@ -152,7 +153,10 @@ def _model(args: argparse.Namespace) -> None:
     os.environ["SGLANG_ENABLE_DETERMINISTIC_INFERENCE"] = "1"  # else the q/k norm asks for a server's settings
     found = {}
     with conftest.one_rank(), torch.no_grad():
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype, name, own in ((torch.float32, "float32", "0"), (torch.bfloat16, "bfloat16", "0"), (torch.bfloat16, "bfloat16, own kernels", "1")):
+            if own == "1" and args.device != "cuda":
+                continue
+            os.environ["DSPINE_SGLANG_KERNELS"] = own
             case = harness.Case(args.site / "demo" / "golden", dtype, device=args.device)
             rows = case.run()
             n, B = rows.shape[:2]
@@ -160,15 +164,15 @@ def _model(args: argparse.Namespace) -> None:
             sampler.stage_sampling_params(bs=n, sampling_info=None)
             sampler(rows.reshape(n * B, -1), case.ids.reshape(-1))
             equal = (sampler.out.view(n, -1) == case.golden["path"]).float().mean().item()
-            found[str(dtype).removeprefix("torch.")] = {"requests": n, "tokens as JAX's": round(equal, 4)}
-        first = sampler.out[: B - 1].clone()
-        inputs = case.inputs(slice(0, 1))
-        one = lambda: sampler(case.forward(inputs), inputs["input_ids"])  # noqa: E731
-        for _ in range(2):
-            one()
-        found["one request as in its batch"] = bool(torch.equal(sampler.out[: B - 1], first))
-        if args.device == "cuda":
-            found["graph"] = captured(one, sampler.out[: B - 1])
+            found[name] = {"requests": n, "tokens as JAX's": round(equal, 4)}
+            first = sampler.out[: B - 1].clone()
+            inputs = case.inputs(slice(0, 1))
+            one = lambda: sampler(case.forward(inputs), inputs["input_ids"])  # noqa: B023, E731
+            for _ in range(2):
+                one()
+            found[name]["one request as in its batch"] = bool(torch.equal(sampler.out[: B - 1], first))
+            if args.device == "cuda":
+                found[name] |= captured(one, sampler.out[: B - 1])
     print("JSON: " + json.dumps(found))
 
 
@@ -205,7 +209,7 @@ def server_command(args: argparse.Namespace, mode: str, port: int) -> list[str]:
 
 def serve(args: argparse.Namespace, mode: str, limit: int) -> dict:
     """Start a server of a mode, ask it, stop it."""
-    variables = environment(args) | ({"SGLANG_DFLASH_EAGER_DRAFT_SAMPLER": "1"} if mode == "sampler" else {})
+    variables = environment(args) | {"sampler": {"SGLANG_DFLASH_EAGER_DRAFT_SAMPLER": "1"}, "kernels": {"DSPINE_SGLANG_KERNELS": "1"}}.get(mode, {})
     log, started = args.out / f"server-{mode}.log", time.perf_counter()
     deadline = started + limit
     with open(log, "w") as file:
@@ -309,7 +313,7 @@ def bench(args: argparse.Namespace, prompts: list[list[int]], concurrency: int, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("check", "model", "serve", "all", "_check", "_model"))
-    parser.add_argument("modes", nargs="*", help="of serve (default plain eager sampler graph dflash)")
+    parser.add_argument("modes", nargs="*", help=f"of serve (default {' '.join(MODES)})")
     parser.add_argument("--archive", type=Path, default=ROOT / "build" / "sglang-server" / "site.tar.xz")
     parser.add_argument("--work", type=Path, default=Path("/tmp/dspine-sglang"), help="where the archive is unpacked and kernels are kept")
     parser.add_argument("--site", type=Path, help="an unpacked archive (default WORK/site)")

@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from torch import nn
 
+from dspine_sglang import kernels
 from dspine_sglang.config import DSpineKeys
 from dspine_sglang.reference import Config, Drafter, Injection, Transfer, predecessors
 
@@ -66,6 +67,7 @@ class DSpineDraftModel(DFlashDraftModel):
         self.injections.requires_grad_(False)
         self.candidate_selector = DSpineSelector(self, keys.top_k)
         self._whole = False  # whether a full checkpoint was loaded
+        self._kernel_weights: dict[str, kernels.InjectionWeights] = {}  # filled where the project's kernels run
 
     # ---- the target's head ------------------------------------------------------------------------
 
@@ -112,9 +114,14 @@ class DSpineDraftModel(DFlashDraftModel):
             if str(index) in self.injections:
                 # A new tensor, which no later kernel writes to: on a GPU the fused add-norm overwrites both of its arguments.
                 before = hidden + residual
-                hidden = self.injections[str(index)](before.view(-1, B, D), anchor_feature).view(-1, D)
+                hidden = self._inject(index, before.view(-1, B, D), anchor_feature).view(-1, D)
                 residual = None
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=torch.cat([self.norm(hidden), before], dim=-1))
+
+    def _inject(self, index: int, x_NKD: torch.Tensor, anchor_feature_NR: torch.Tensor) -> torch.Tensor:
+        if self._kernel_weights:
+            return kernels.inject(x_NKD, anchor_feature_NR, self._kernel_weights[str(index)], self.rms_norm_eps)
+        return self.injections[str(index)](x_NKD, anchor_feature_NR)
 
     # ---- candidates and their pairs ---------------------------------------------------------------
 
@@ -123,6 +130,8 @@ class DSpineDraftModel(DFlashDraftModel):
         D = int(self.config.hidden_size)
         if hidden.shape[-1] != 2 * D:
             raise ValueError(f"rows of {hidden.shape[-1]} values where DSpine returns {2 * D}: data-parallel attention is not served")
+        if self._kernel_weights and get_parallel().tp_size == 1 and self.lm_head.weight.dtype == hidden.dtype and len(hidden):
+            return kernels.best_tokens(hidden[:, :D], self.lm_head.weight, self.keys.top_k, min(self.keys.num_tokens, self.lm_head.org_vocab_size))
         ids, logits, _ = candidate_topk(hidden[:, :D], self._usable_head(), self.keys.top_k)
         return ids, logits.float()
 
@@ -180,6 +189,9 @@ class DSpineDraftModel(DFlashDraftModel):
         if missing and not self._whole:
             raise ValueError(f"the drafter's weights lack {len(missing)} tensors: {', '.join(missing[:8])}")
         self._whole = True
+        weight = self.transfer.table
+        if kernels.wanted() and weight.is_cuda and weight.dtype == torch.bfloat16:
+            self._kernel_weights = {index: kernels.InjectionWeights.of(injection) for index, injection in self.injections.items()}
 
 
 def _pipeline_size() -> int:
