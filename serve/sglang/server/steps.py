@@ -6,8 +6,8 @@
     python3 serve/sglang/server/steps.py all                        the three
 
 Modes of ``serve``: plain (no drafter); eager (no CUDA graphs); sampler (graphs, the selector outside of them); graph (graphs with the selector inside);
-kernels (graph, with the project's Triton kernels); dflash (graphs, SGLang's own DFlash model with the project's DFlash drafter). Each has its own time limit; a step that fails does not stop the next. Results
-and logs go to --out (default $OUT, else out/sglang): one JSON a step, logs beside it.
+kernels (graph, with the project's Triton kernels); dflash (graphs, SGLang's own DFlash model with the project's DFlash drafter). Each has its own time limit;
+a step that fails does not stop the next. Results and logs go to --out (default $OUT, else out/sglang): one JSON a step, logs beside it.
 
 Outside of a pinned installation (torch 2.14.1, sglang-kernel 0.4.10) this is SGLang on parts it was not released with: say so beside any figure.
 """
