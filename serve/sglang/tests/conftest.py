@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import types
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,12 +27,15 @@ if not torch.cuda.is_available():
     _torchvision.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+@contextmanager
 def one_rank():
-    """SGLang's parallel context of a single process."""
-    from sglang.srt.runtime_context import get_parallel
+    """SGLang's context of a single process: default server settings, one rank."""
+    from sglang.srt.runtime_context import get_context, get_parallel
 
     group = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[0], device_group=None)
-    return get_parallel().override(tp_size=1, tp_rank=0, attn_tp_size=1, attn_tp_rank=0, tp_group=group)
+    settings = get_context().override_server_args()
+    with settings, get_parallel().override(tp_size=1, tp_rank=0, attn_tp_size=1, attn_tp_rank=0, tp_group=group):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

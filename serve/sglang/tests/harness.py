@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from sglang.srt.configs.device_config import DeviceConfig
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.model_loader.loader import get_model_loader
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.plugins import load_plugins
 from transformers import AutoConfig
@@ -66,6 +69,13 @@ def config_of(folder: Path):
     return AutoConfig.from_pretrained(folder)
 
 
+def load(folder: Path, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    """A folder by SGLang's own config reader and loader."""
+    load_plugins()
+    config = ModelConfig(str(folder), dtype=str(dtype).removeprefix("torch."), is_draft_model=True)
+    return get_model_loader(LoadConfig(), config).load_model(model_config=config, device_config=DeviceConfig(device, gpu_id=0 if device == "cuda" else -1))
+
+
 def build(config, weights: Iterable | None = None, **options):
     """The class that SGLang resolves for the config, in the default dtype, with its weights."""
     load_plugins()
@@ -91,8 +101,7 @@ class Case:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, head=head_of, device: str = "cpu"):
         self.folder, self.dtype, self.device = folder / "drafter", dtype, device
         self.golden = {name: x.to(device) for name, x in golden_of(folder).items()}
-        with default_dtype(dtype), torch.device(device):
-            self.model = build(config_of(self.folder), tensors_of(self.folder).items())
+        self.model = load(self.folder, dtype, device)
         for layer in self.model.layers:
             if device == "cpu":
                 layer.self_attn.use_table_qk_norm_rope = False  # a Triton kernel, chosen by dtype alone
@@ -133,14 +142,3 @@ class Case:
         """Draft forward of the chosen requests -> rows [n,B,2D]."""
         rows = self.forward(self.inputs(chosen, block_size, embeds_change))
         return rows.view(-1, self.model.block_size, rows.shape[-1])
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype):
-    """SGLang builds a model in its default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

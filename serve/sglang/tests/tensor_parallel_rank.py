@@ -14,15 +14,15 @@ import conftest  # noqa: F401  before SGLang
 import harness
 import torch
 from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import _selector_lattice
 
 
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[3])
-    layout = dict(tp_size=2, tp_rank=rank, attn_tp_size=2, attn_tp_rank=rank, shared_experts_tp_size=None)
+    layout = dict(tp_size=2, tp_rank=rank, attn_tp_size=2, attn_tp_rank=rank, moe_tp_size=2, shared_experts_tp_size=None)
     layout |= {f"{name}_size": 1 for name in ("attn_dp", "attn_cp", "attn_dcp", "moe_ep", "moe_dp", "pp")}
-    with get_parallel().override(**layout):
+    with get_context().override_server_args(), get_parallel().override(**layout):
         init_distributed_environment(world_size=2, rank=rank, distributed_init_method=f"file://{sys.argv[2]}", local_rank=rank, backend="gloo")
         initialize_model_parallel(backend="gloo")
         case = harness.Case(folder, head=shard)
