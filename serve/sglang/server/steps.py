@@ -106,7 +106,7 @@ def _check(args: argparse.Namespace) -> None:
     parts = ["sglang.srt.server_args", "sglang.srt.entrypoints.http_server", "sglang.srt.speculative.dflash_worker_v2", "sglang.srt.managers.scheduler"]
     if found["gpu"]:
         parts.insert(0, "sgl_kernel")
-    else:  # a rehearsal: its library is for Hopper
+    else:  # a rehearsal
         sys.path.insert(0, str(HERE.parent / "tests"))
         import conftest  # noqa: F401
     for part in [*parts, "dspine_sglang.models.dspine", "sglang.launch_server"]:
@@ -116,11 +116,29 @@ def _check(args: argparse.Namespace) -> None:
         except BaseException as error:  # a library that does not load may raise anything
             failed[part] = f"{type(error).__name__}: {str(error)[:400]}"
         found[f"import {part}"] = round(time.perf_counter() - started, 1)
+    if not found["gpu"]:
+        found["names in sgl_kernel"] = kernel_names(args.site)
     found["sgl_kernel operators"] = len([x for x in dir(torch.ops.sgl_kernel) if not x.startswith("_")])
     if complaint := check_flags(args):
         failed["flags"] = complaint
     print("JSON: " + json.dumps(found | {"failed": failed}))
     sys.exit(1 if failed else 0)
+
+
+def kernel_names(site: Path) -> int:
+    """How many names sgl_kernel's Python files give without its library, which is for Hopper. Raises ImportError where one of them is not packed."""
+    import importlib.util
+    import types
+
+    spec = importlib.util.spec_from_file_location("sgl_kernel.load_utils", site / "sgl_kernel" / "load_utils.py")
+    loader = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loader)
+    for name in ("_load_architecture_specific_ops", "_preload_cuda_library"):
+        setattr(loader, name, lambda: types.ModuleType("common_ops"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "sgl_kernel"]:
+        del sys.modules[name]
+    sys.modules["sgl_kernel.load_utils"] = loader
+    return len(dir(importlib.import_module("sgl_kernel")))
 
 
 def check_flags(args: argparse.Namespace) -> str | None:
