@@ -169,6 +169,8 @@ def public_drafter_config(data: dict) -> DrafterConfig:
     method = public_method(data)
     if both.get("shift_label") and method != "domino":
         raise ValueError("shift_label is set without projector_type 'domino': how many drafts such a drafter makes is not said")
+    if own.get("label_shift", "same_position") != "same_position" and method != "domino":
+        raise ValueError(f"dflash_config.label_shift is {own['label_shift']!r}: slots predict the token after theirs, which is read for Domino alone")
     rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":

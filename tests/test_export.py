@@ -30,7 +30,14 @@ BACKBONE = ["fc.weight", "hidden_norm.weight", "norm.weight"] + [
 ]
 INJECTED = [f"injections.{i}.{name}" for i in range(2) for name in ("norm.weight", "feature.weight", "gate_predecessor.weight", "message.weight")]
 INJECTED += [f"injections.{i}.gate_hidden.{leaf}" for i in range(2) for leaf in ("weight", "bias")]
-KEYS = {"dflash": BACKBONE, "dspine": [*BACKBONE, *INJECTED, "transfer.mean", "transfer.basis", "transfer.table"]}
+CONVOLVED = [f"layers.{i}.{side}_conv.{name}" for i in range(2) for side in ("attention", "mlp") for name in ("base_kernel", "kernel_projection.weight")]
+SELECTOR = [f"candidate_selector.{name}" for name in ("hidden_projection.weight", "predecessor_codebook", "successor_codebook")]
+KEYS = {
+    "dflash": BACKBONE,
+    "dflash2": [*BACKBONE, *CONVOLVED, *SELECTOR],
+    "domino": [*BACKBONE, "prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"],
+    "dspine": [*BACKBONE, *INJECTED, "transfer.mean", "transfer.basis", "transfer.table"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +127,17 @@ def test_config_says_what_each_reader_needs(models, root):
         assert (data["hidden_size"], data["vocab_size"], data["num_target_layers"], data["num_hidden_layers"]) == (64, 128, 6, 2)
         assert data["max_position_embeddings"] == 2048 and data["model_type"] == "qwen3" and data["rms_norm_eps"] == c.rms_norm_eps
     assert (own["dspine_version"], own["dspine_rank"], own["dspine_top_k"], own["dspine_layers"]) == (1, 24, 4, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "words"),
+    [("dspark", {}, "a dspark drafter is not written for servers"), ("dflash", {"label_shift": "shifted"}, "from the slots of their own positions")],
+)
+def test_drafters_that_no_server_reads_are_refused(method, changes, words, models, root, capsys):
+    target = models[0]
+    save_drafter(root / "other", tiny_drafter(target, method, target_layer_ids=TAPS, **changes))
+    assert command(root, root / "other", "--output", root / "served") == 2
+    assert words in capsys.readouterr().err and not (root / "served").exists()
 
 
 @pytest.mark.parametrize(
