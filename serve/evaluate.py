@@ -275,16 +275,17 @@ class Evaluation:
         return {scope: plain_rounds(by_prompt) for scope, by_prompt in scopes.items()}
 
 
-def write_results(results: dict, output: Path) -> str:
-    """results.json, results.md and a PNG for each temperature in ``output``. -> the Markdown."""
+def write_results(results: dict, output: Path, heading: str = "") -> str:
+    """results.json, results.md and a PNG for each temperature in ``output``. -> the Markdown, which begins with ``heading``."""
     from serve.plots import draw
     from serve.scoring import markdown
 
     (output / "results.json").write_text(json.dumps(results))
-    (output / "results.md").write_text(markdown(results))
+    text = heading + markdown(results)
+    (output / "results.md").write_text(text)
     for temperature, content in results["temperatures"].items():
         draw(content, temperature, output / f"acceptance_{temperature}.png")
-    return markdown(results)
+    return text
 
 
 def main(argv: list[str] | None = None) -> int:

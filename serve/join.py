@@ -24,7 +24,9 @@ def joined(evaluations: list[tuple[str, dict]]) -> dict:
             raise ValueError(f"{label} is scored at {', '.join(results['temperatures'])}, {first} at {', '.join(contents)}; score them alike")
         for temperature, content in results["temperatures"].items():
             (method,) = content["methods"].values()
-            for policy, variant in {method["policy"]: method, **method.get("other_policies", {})}.items():
+            variants = {method["policy"]: method, **method.get("other_policies", {})}
+            for policy in next(iter(content["policies"].values())):  # in the order of scoring: the first of equally good ones counts
+                variant = variants[policy]
                 _add(contents[temperature].setdefault(label, {}), policy, variant, f"{label}, temperature {temperature[1:]}")
     for temperature, variants in contents.items():
         _same_texts(variants, temperature)

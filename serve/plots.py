@@ -17,7 +17,8 @@ def draw(content: dict, temperature: str, output: Path) -> None:
     methods = content["methods"]
     first = next(iter(methods.values()))
     names = in_order(name for name, entry in first["benchmarks"].items() if entry["full"]["rounds"])
-    figure, (bars, strip, slots) = plt.subplots(3, 1, figsize=(max(7.0, (0.5 + 0.3 * len(methods)) * (len(names) + 1) + 2), 9), height_ratios=(3, 1, 3), layout="constrained")
+    size = (max(7.0, (0.5 + 0.3 * len(methods)) * (len(names) + 1) + 2), 9)
+    figure, (bars, strip, slots) = plt.subplots(3, 1, figsize=size, height_ratios=(3, 1, 3), layout="constrained")
     width = 0.8 / len(methods)
     for index, (label, method) in enumerate(methods.items()):
         offset = (index - (len(methods) - 1) / 2) * width
@@ -30,6 +31,7 @@ def draw(content: dict, temperature: str, output: Path) -> None:
     ticks = dict(xticks=range(len(names) + 1), xticklabels=[*names, "average"])
     bars.set(**ticks, ylabel="tau, tokens a round", title=f"accepted length, temperature {temperature[1:]}, full text")
     bars.axhline(1.0, color="grey", linewidth=0.8)
+    bars.margins(y=0.25)  # room for the legend
     bars.legend(ncols=2)
     ours, strongest = content["ours"], content["strongest"]["full"]
     if strongest is not None:
