@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -199,14 +200,14 @@ class Comparison:
         for done, job in enumerate(waiting):
             left = f"; about {(time.perf_counter() - begin) / done * (len(waiting) - done) / 60:.0f} min left" if done else ""
             print(f"\n[{done + 1}/{len(waiting)}] {job.name}{left}", flush=True)
-            self.do(job)
+            self.do(job, alone=not done)
             jax.clear_caches()  # programs of one method are of no use to the next, and hold memory
             gc.collect()
         if waiting:
             print(f"\n{len(waiting)} jobs in {(time.perf_counter() - begin) / 60:.1f} min", flush=True)
 
-    def do(self, job: Job) -> None:
-        """Train, score, and set the mark of a finished job."""
+    def do(self, job: Job, *, alone: bool) -> None:
+        """Train, score, and set the mark of a finished job. ``alone``: no other job ran in this process."""
         from serve.report import run_entries
         from train.loop import identity_of, run
 
@@ -218,6 +219,8 @@ class Comparison:
             drafter = f"{job.method}={run(config)}"
             record["identity"] = identity_of(config, self.target_config, self.data)
             record["training"] = {id_.rpartition("/")[2]: value for id_, value, *_ in run_entries(job.name, folder, target="", note="")}
+            if not alone:
+                record["training"].pop("peak_gib", None)  # the device's peak is that of the whole process, which earlier jobs share
         self.score(folder / "eval", drafter)
         write_whole(folder / FINISHED, record)
 
@@ -275,20 +278,23 @@ def report(output: Path) -> str:
 def heading(results: dict, records: list[dict], begun: list[str]) -> str:
     """What was compared: settings, and parameters, seeds and cost of each method."""
     settings = results["comparison"]["settings"]
-    lines = ["### methods", "", "| method | seeds | trained parameters | beyond DFlash | step | text tokens/s | peak memory |", "|---" * 7 + "|"]
+    lines = ["### methods", "", "| method | seeds | trained parameters | beyond DFlash | step | training | text tokens/s | peak memory |", "|---" * 8 + "|"]
     first = next(iter(results["temperatures"].values()))
     for label, method in first["methods"].items():
         seeds = [record["seed"] for record in records if record["method"] == label]
-        training = [record["training"] for record in records if record["method"] == label]
-        mean = lambda key, form, scale: format(scale * sum(t[key] for t in training) / len(training), form) if all(key in t for t in training) else "-"  # noqa: B023, E731
+        training = [record["training"] for record in records if record["method"] == label and record["training"]]
+        known = lambda key: [t[key] for t in training if key in t]  # noqa: B023, E731
+        mean = lambda key, form, scale=1.0: form.format(scale * statistics.mean(known(key))) if known(key) else "-"  # noqa: B023, E731
         total, head = (f"{method['parameters'][part] / 1e6:.3f}M" for part in ("total", "head"))
         cells = [", ".join(map(str, seeds)) if seeds != [None] else "-", total, head]
-        cells += [mean("step_s", ".1f", 1e3) + " ms", mean("tokens_per_s", ".0f", 1), mean("peak_gib", ".1f", 1) + " GiB"]
-        lines.append(f"| {label} | " + " | ".join(cells).replace("- ms", "-").replace("- GiB", "-") + " |")
+        cells += [mean("step_s", "{:.1f} ms", 1e3), mean("step_s", "{:.0f} s", settings["steps"])]
+        cells += [mean("tokens_per_s", "{:.0f}"), mean("peak_gib", "{:.1f} GiB")]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
     environment = results["environment"]
     anchors = settings["anchors"]["num_anchors"]
     what = f"{settings['steps']} steps of {settings['data.batch_size']} rows x {anchors} anchors, {settings['drafts a round']} drafts a round"
-    lines += ["", f"Equal for all: rows and their order, {what}. Scored in {settings['dtype']} on {environment['hardware']}, commit {environment['commit']}."]
+    lines += ["", f"Equal for all: rows and their order, {what}. A step is the median over windows of the log, training that times the steps."]
+    lines += [f"Scored in {settings['dtype']} on {environment['hardware']}, commit {environment['commit']}."]
     lines += [f"Begun and not finished: {', '.join(begun)}."] if begun else []
     return "\n".join([*lines, "", ""])
 

@@ -30,14 +30,14 @@ def recipe_file(recipes: str, method: str) -> Path:
 
 
 def overrides_of(method: str, settings: list[str]) -> list[str]:
-    """Of KEY=VALUE and METHOD:KEY=VALUE those that concern a method, without its name."""
+    """Of KEY=VALUE and METHOD:KEY=VALUE those that concern a method, or the one it is a variant of, without its name."""
     found = []
     for text in settings:
         key, separator, value = text.partition("=")
         name, colon, rest = key.rpartition(":")
         if colon and name not in (*METHODS, *VARIANTS):
             raise ValueError(f"--set {text}: {name} is no method; known: {', '.join((*METHODS, *VARIANTS))}")
-        if name in ("", method):
+        if name in ("", method, VARIANTS.get(method)):
             found.append(f"{rest}{separator}{value}")
     return found
 

@@ -33,7 +33,7 @@ def files(tmp_path_factory):
     tiny.write_target(root / "target")
     tiny.write_data(root / "data")
     for method in ("dflash", "dspine"):
-        config = f"tiny.train_config({method!r}, steps=3, checkpoint=CheckpointConfig(every=1))"
+        config = f"tiny.train_config({method!r}, steps=3, checkpoint=CheckpointConfig(every=1), drafter={{\"num_layers\": 1}})"
         (root / f"{method}.py").write_text(f"import tiny\nfrom dspine_jax.config import CheckpointConfig\nconfig = {config}\n")
     rng = np.random.default_rng(0)
     for name, count in (("mbpp", 2), ("gsm8k", 3)):
@@ -77,6 +77,7 @@ def read(path) -> dict:
     return json.loads(path.read_text(), parse_constant=pytest.fail)
 
 
+@pytest.mark.slow
 def test_finished_jobs_are_skipped_and_a_stopped_one_goes_on(files, finished, monkeypatch, capsys):
     assert finished == ["dflash-seed1", "dspine-seed0"]
     records = [json.loads(line) for line in (files / "out" / "dspine-seed0" / "metrics.jsonl").read_text().splitlines()]
@@ -88,6 +89,7 @@ def test_finished_jobs_are_skipped_and_a_stopped_one_goes_on(files, finished, mo
     assert all(f"{name} is finished: skipped" in out for name in ("dflash-seed0", "dflash-seed1", "dspine-seed0", "prompt-lookup"))
 
 
+@pytest.mark.slow
 def test_the_joined_report_is_one_evaluation_of_all(files, finished, tmp_path):
     jobs = {"dflash": ("dflash-seed0", "dflash-seed1"), "dspine": ("dspine-seed0",)}
     drafters = [f"{method}={files / 'out' / name / 'drafter'}" for method, names in jobs.items() for name in names] + ["prompt-lookup"]
@@ -102,11 +104,12 @@ def test_the_joined_report_is_one_evaluation_of_all(files, finished, tmp_path):
         assert len(content["methods"]["dflash"]["folders"]) == 2 and content["methods"]["prompt-lookup"]["num_draft_tokens"] == 3
     text = (files / "out" / "results.md").read_text()
     assert text.endswith((tmp_path / "results.md").read_text())
-    count = contestants.parameters(tiny.resolved(tiny.train_config("dspine")).drafter)
+    count = contestants.parameters(tiny.resolved(tiny.train_config("dspine", drafter={"num_layers": 1})).drafter)
     assert f"| dspine | 0 | {count / 1e6:.3f}M |" in text and "| dflash | 0, 1 |" in text and "3 steps of 8 rows x 4 anchors, 3 drafts a round" in text
     assert "| method | gsm8k | mbpp | average [95%] |" in text, "benchmarks stand in the paper's order"
 
 
+@pytest.mark.slow
 def test_a_report_needs_only_the_jobs_folders(files, finished, tmp_path):
     shutil.copytree(files / "out", tmp_path, ignore=shutil.ignore_patterns("checkpoints", "drafter", "results.*", "*.png", "continuations"), dirs_exist_ok=True)
     for name in ("dflash-seed0", "dflash-seed1", "dspine-seed0", "prompt-lookup"):
@@ -134,6 +137,7 @@ def test_a_report_needs_only_the_jobs_folders(files, finished, tmp_path):
         (["--set", "dspine:drafter.injection=None"], "makes a dflash drafter, not dspine"),
     ],
 )
+@pytest.mark.slow
 def test_changed_or_unequal_settings_are_refused_by_name(files, finished, capsys, extra, words):
     before = tiny.fingerprints(files / "out")
     assert run(files, "--only", *JOBS, *(text.format(root=files) for text in extra)) == 2
@@ -142,6 +146,7 @@ def test_changed_or_unequal_settings_are_refused_by_name(files, finished, capsys
     assert tiny.fingerprints(files / "out") == before
 
 
+@pytest.mark.slow
 def test_a_report_of_jobs_of_unequal_settings_is_refused(files, finished, tmp_path, capsys):
     shutil.copytree(files / "out", tmp_path, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
     path = tmp_path / "dspine-seed0" / "finished.json"
@@ -154,6 +159,7 @@ def test_a_report_of_jobs_of_unequal_settings_is_refused(files, finished, tmp_pa
     assert "holds no finished job" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_evaluations_of_other_texts_are_never_joined(files, finished):
     names = ("dflash-seed0", "dflash-seed1", "dspine-seed0")
     evaluations = [(name.partition("-seed")[0], read(files / "out" / name / "eval" / "results.json")) for name in names]
