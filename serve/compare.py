@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -306,11 +307,15 @@ def main(argv: list[str] | None = None) -> int:
         if not args.report:
             from train.loop import NonFiniteError
 
+            # The end of a time slot (timeout, a preempted machine) stops scoring as Ctrl-C does; training sees to both itself.
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
             try:
                 Comparison(args).run()
             except NonFiniteError as error:
                 print(f"stopped: {error}", file=sys.stderr)
                 return 3
+            finally:
+                signal.signal(signal.SIGTERM, before)
         print(report(args.output))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -66,6 +66,10 @@ def finished(files):
     assert len(steps) == 2 and not (files / "out" / "dspine-seed0" / "finished.json").exists()
     assert compare.main(["--output", str(files / "out"), "--report"]) == 0
     assert "Begun and not finished: dspine-seed0." in (files / "out" / "results.md").read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate.Evaluation, "run", lambda evaluation: os.kill(os.getpid(), signal.SIGTERM))
+        assert run(files, "--only", "prompt-lookup") == 130, "a time slot may also end while a drafter is scored"
+    assert not (files / "out" / "prompt-lookup" / "finished.json").exists()
     trained, real = [], loop.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "run", lambda config: trained.append(config.workdir.rpartition("/")[2]) or real(config))
