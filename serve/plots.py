@@ -31,8 +31,7 @@ def draw(content: dict, temperature: str, output: Path) -> None:
     ticks = dict(xticks=range(len(names) + 1), xticklabels=[*names, "average"])
     bars.set(**ticks, ylabel="tau, tokens a round", title=f"accepted length, temperature {temperature[1:]}, full text")
     bars.axhline(1.0, color="grey", linewidth=0.8)
-    bars.margins(y=0.25)  # room for the legend
-    bars.legend(ncols=2)
+    bars.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars, not over them
     ours, strongest = content["ours"], content["strongest"]["full"]
     if strongest is not None:
         margin = content["comparisons"][f"{ours}_over_{strongest}"]["full"]
@@ -45,6 +44,5 @@ def draw(content: dict, temperature: str, output: Path) -> None:
     strip.set(**ticks, xlim=bars.get_xlim(), ylabel=f"{ours}, % over\n{strongest or 'no rival'}")
     strip.axhline(0.0, color="grey", linewidth=0.8)
     slots.set(xlabel="slot", ylabel="accepted, given all before", ylim=(0, 1))
-    slots.legend(ncols=2)
     figure.savefig(output, dpi=130)
     plt.close(figure)
