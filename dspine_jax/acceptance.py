@@ -45,6 +45,16 @@ def _resampled_averages(benchmarks: dict[str, tuple[np.ndarray, np.ndarray]], pi
     return np.mean(taus, axis=0)
 
 
+def average_interval(
+    benchmarks: dict[str, tuple[np.ndarray, np.ndarray]], *, resamples: int = 10_000, seed: int = 0, level: float = 0.95
+) -> list[float]:
+    """Bootstrap interval over prompts of the mean over benchmarks of pooled tau; arguments as ``paired_bootstrap``'s."""
+    rng = np.random.default_rng(seed)
+    picks = {name: rng.integers(0, len(tokens), (resamples, len(tokens))) for name, (tokens, _) in benchmarks.items()}
+    tail = 100 * (1 - level) / 2
+    return [float(v) for v in np.percentile(_resampled_averages(benchmarks, picks), [tail, 100 - tail])]
+
+
 def paired_bootstrap(
     ours: dict[str, tuple[np.ndarray, np.ndarray]],
     theirs: dict[str, tuple[np.ndarray, np.ndarray]],

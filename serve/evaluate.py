@@ -22,7 +22,8 @@ EPILOG = """examples:
       --temperature 0 1 --decode 8 --output out/eval
 --data is a dataset folder of greedy continuations (docs/data.md) or a folder of such folders, one a benchmark; --benchmarks a JSONL file of prompts or
 a folder of such files. What is not stored is generated: greedy continuations of --benchmarks, sampled ones for every temperature above 0.
-With two or more drafters each is compared with the first by a paired bootstrap over prompts.
+With two or more drafters each is compared with the first by a paired bootstrap over prompts, and dspine (where none has that label: the last one)
+with each of the others and with the strongest; a label that holds its name (dspine-last) is a variant of it and no rival.
 --drafter prompt-lookup is a drafter without a model, which copies what followed the text's last tokens before.
 A label given twice (dspine=seed0 dspine=seed1) is one method with several seeds: their rounds are pooled.
 At temperature > 0 each drafter is scored under every policy it can serve (docs/lossless.md); its best one counts in comparisons.
@@ -117,8 +118,12 @@ def content_hash(path: Path) -> str:
 class Evaluation:
     """One target, its drafters and benchmarks, scored temperature by temperature; finished parts are kept."""
 
-    def __init__(self, args: argparse.Namespace):
-        """Load everything and refuse what cannot be compared. Raises ValueError or OSError."""
+    def __init__(self, args: argparse.Namespace, *, continuations: Path | None = None, lookup_drafts: int | None = None):
+        """Load everything and refuse what cannot be compared. Raises ValueError or OSError.
+
+        continuations: folder of generated continuations, where several evaluations share them; lookup_drafts: drafts a round of a prompt
+        lookup that is scored alone.
+        """
         import jax.numpy as jnp
 
         from dspine_jax.sampling import SamplingConfig
@@ -130,7 +135,7 @@ class Evaluation:
         self.args, self.dtype = args, jnp.dtype(args.dtype)
         self.samplings = [SamplingConfig(t, args.top_k if t else 0, args.top_p if t else 1.0) for t in args.temperature]
         self.config = read_target_config(args.target)
-        self.drafters = []
+        self.drafters, self.lookup_drafts = [], lookup_drafts
         for label, folder in map(split_label, args.drafter):
             drafter, weights = self.load_drafter(folder)
             self.drafters.append((label or drafter.config.method, folder, drafter, weights))
@@ -152,15 +157,16 @@ class Evaluation:
             self.benchmarks = prompt_benchmarks(args.benchmarks, args.target, args.tokenizer, mode, args.prompts)
         self.target = load_target(args.target, dtype=self.dtype)
         self.parts = Parts(args.output / "parts")
+        self.generated = self.parts if continuations is None else Parts(continuations)
         # What every part depends on beside its own inputs.
         self.origin = (content_hash(Path(args.target)), args.dtype, args.max_new_tokens, args.seed)
 
     def load_drafter(self, folder: Path) -> tuple:
-        """(the drafter, what its results depend on). A prompt lookup drafts as many tokens as the drafters named before it, or 15."""
+        """(the drafter, what its results depend on). A prompt lookup drafts as many tokens as the drafters named before it, ``lookup_drafts`` or 15."""
         from dspine_jax.prompt_lookup import PromptLookup
         from serve.drafters import open_drafter
 
-        named_before = self.drafters[0][2].config.num_draft_tokens if self.drafters else None
+        named_before = self.drafters[0][2].config.num_draft_tokens if self.drafters else self.lookup_drafts
         drafter = open_drafter(folder, self.config, dtype=self.dtype, num_draft_tokens=named_before)
         return drafter, repr(drafter.config) if isinstance(drafter, PromptLookup) else content_hash(folder)
 
@@ -185,10 +191,10 @@ class Evaluation:
         with tqdm(total=work, unit="prompt", mininterval=0.5 if sys.stderr.isatty() else 30) as self.progress:
             return head | {"temperatures": {f"T{sampling.temperature:g}": self.score(sampling) for sampling in self.samplings}}
 
-    def part(self, name: str, inputs: tuple, make, prompts: int = 0):
+    def part(self, name: str, inputs: tuple, make, prompts: int = 0, *, parts: Parts | None = None):
         """A part's stored or newly made content; the progress bar counts a stored one as done."""
         made = []
-        content = self.parts.get(name, (*self.origin, *inputs), lambda: made.append(True) or make())
+        content = (parts or self.parts).get(name, (*self.origin, *inputs), lambda: made.append(True) or make())
         if not made:
             self.progress.update(prompts)
         return content
@@ -211,8 +217,8 @@ class Evaluation:
                 self.progress.update(len(batch))
             return answers
 
-        name = f"T{sampling.temperature:g}-continuations-{benchmark.name}"
-        return [np.array(tokens, np.int64) for tokens in self.part(name, (sampling, benchmark.prompts), make, len(benchmark.prompts))]
+        name, inputs = f"T{sampling.temperature:g}-continuations-{benchmark.name}", (sampling, benchmark.prompts)
+        return [np.array(tokens, np.int64) for tokens in self.part(name, inputs, make, len(benchmark.prompts), parts=self.generated)]
 
     def score(self, sampling) -> dict:
         """Replay, and real decoding where asked, at one temperature."""
@@ -222,6 +228,8 @@ class Evaluation:
         from serve.scoring import summarise
 
         answers = {b.name: self.continuations(b, sampling) for b in self.benchmarks}
+        # So that evaluations of one drafter each can be joined only where they scored the same texts.
+        texts = {b.name: hashlib.sha256(repr((b.prompts, [a.tolist() for a in answers[b.name]])).encode()).hexdigest() for b in self.benchmarks}
         onsets = {name: [loop_onset(answer) for answer in given] for name, given in answers.items()}
         rows = [(prompt, answer) for b in self.benchmarks for prompt, answer in zip(b.prompts, answers[b.name])]
         shape = replay_shape(*zip(*rows), batch_size=self.args.batch_size, anchors_per_chunk=self.args.anchors_per_chunk)
@@ -233,7 +241,7 @@ class Evaluation:
                 variant["folders"].append(str(folder))
                 for b in self.benchmarks:
                     given = answers[b.name]
-                    entry = variant["benchmarks"].setdefault(b.name, {"rounds": []})
+                    entry = variant["benchmarks"].setdefault(b.name, {"rounds": [], "texts_sha256": texts[b.name]})
                     entry["loop_share"] = float(np.mean([onset < len(answer) for onset, answer in zip(onsets[b.name], given)]))
                     entry["cap_share"] = float(np.mean([len(a) == 0 or int(a[-1]) not in self.config.eos_token_ids for a in given]))
                     inputs = (sampling, policy, weights, b.prompts, [answer.tolist() for answer in given])
@@ -267,6 +275,19 @@ class Evaluation:
         return {scope: plain_rounds(by_prompt) for scope, by_prompt in scopes.items()}
 
 
+def write_results(results: dict, output: Path, heading: str = "") -> str:
+    """results.json, results.md and a PNG for each temperature in ``output``. -> the Markdown, which begins with ``heading``."""
+    from serve.plots import draw
+    from serve.scoring import markdown
+
+    (output / "results.json").write_text(json.dumps(results))
+    text = heading + markdown(results)
+    (output / "results.md").write_text(text)
+    for temperature, content in results["temperatures"].items():
+        draw(content, temperature, output / f"acceptance_{temperature}.png")
+    return text
+
+
 def main(argv: list[str] | None = None) -> int:
     """Console entry point. Returns 0, 1 when decoded text differs without a near tie, 2 for bad input, 130 for Ctrl-C."""
     args = parse_args(argv)
@@ -279,14 +300,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\ninterrupted; the same command goes on from the finished parts in {args.output / 'parts'}", file=sys.stderr)
         return 130
-    from serve.plots import draw
-    from serve.scoring import markdown
-
-    (args.output / "results.json").write_text(json.dumps(results))
-    (args.output / "results.md").write_text(markdown(results))
-    for temperature, content in results["temperatures"].items():
-        draw(content, temperature, args.output / f"acceptance_{temperature}.png")
-    print(markdown(results))
+    print(write_results(results, args.output))
     states = [entry["state"] for content in results["temperatures"].values() for entry in content.get("decoding", []) if "state" in entry]
     if "differs" in states:
         print("error: text other than that of plain greedy decoding, and no near tie explains it: see 'differs' in results.md", file=sys.stderr)

@@ -18,7 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-NAMES = {"dflash": "DFlash", "dspine": "DSpine"}
+NAMES = {
+    "dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "domino": "Domino", "dspine": "DSpine", "prompt-lookup": "prompt lookup",
+    "dflash-wide": "DFlash, as large as DSpine", "dspine-last": "DSpine, last layer only, as large",
+}  # fmt: skip
+DEMO_METHODS = ("dflash", "dspine")
 BENCHMARKS = ("gsm8k", "math500", "humaneval", "mbpp", "livecodebench", "mt-bench", "arena-hard-v2")
 
 
@@ -88,7 +92,7 @@ def run_entries(label: str, run: Path, *, target: str, note: str) -> list[tuple[
 def demo_entries(runs: list[dict], *, note: str) -> list[tuple[str, float, str, int, list[float] | None, str]]:
     """Medians over several runs of the demo, with the lowest and the highest as spread."""
     equal = sum(run["matches_greedy"] for run in runs)
-    found = [(f"demo/{method}/{key}", [run[method][key] for run in runs], "tokens/round") for method in NAMES for key in ("tau", "shipped_tau")]
+    found = [(f"demo/{method}/{key}", [run[method][key] for run in runs], "tokens/round") for method in DEMO_METHODS for key in ("tau", "shipped_tau")]
     found += [(f"demo/{key}", [run[key] for run in runs], unit) for key, unit in (("speedup", "times plain decoding"), ("seconds", "s"))]
     found += [(f"demo/{key}", [run["decoding"][key] for run in runs], unit) for key, unit in (("tokens_per_s", "tokens/s"), ("tau", "tokens/round"))]
     above = sum(run["dspine"]["tau"] > run["dflash"]["tau"] for run in runs)
@@ -134,21 +138,22 @@ def acceptance_tables(figures: dict[str, dict]) -> list[str]:
                 cells = " | ".join(f"{tau(name)['value']:.2f}" for name in BENCHMARKS)
                 lines.append(f"| {title} | {NAMES[method]} | {cells} | **{average:.3f}** [{low:.3f}, {high:.3f}] | {average - 1:.3f} |")
         lines.append("")
-        for scope, title in (("full", "full text"), ("onset", "to the loop onset")):
-            margin = figures.get(f"margin/{target}@{steps}/dspine_over_dflash/T0/{scope}")
-            accepted = figures.get(f"ratio_accepted/{target}@{steps}/dspine_over_dflash/T0/{scope}")
+        for rival, scope, title in ((r, *s) for r in methods for s in (("full", "full text"), ("onset", "to the loop onset"))):
+            margin = figures.get(f"margin/{target}@{steps}/dspine_over_{rival}/T0/{scope}")
+            accepted = figures.get(f"ratio_accepted/{target}@{steps}/dspine_over_{rival}/T0/{scope}")
             if margin and accepted:
                 (low, high), (alow, ahigh) = margin["spread"], accepted["spread"]
                 lines.append(
-                    f"* DSpine over DFlash, {title}: tau {margin['value']:+.1%} [{low:+.1%}, {high:+.1%}], "
+                    f"* DSpine over {NAMES[rival]}, {title}: tau {margin['value']:+.1%} [{low:+.1%}, {high:+.1%}], "
                     f"tau - 1 x{accepted['value']:.3f} [{alow:.3f}, {ahigh:.3f}] (paired bootstrap over prompts, 95%)"
                 )
         lines += ["", "| method | trained parameters | of them injection | step | text tokens/s | peak memory |", "|---|---|---|---|---|---|"]
         for method in methods:
-            get = lambda key, scale=1.0: figures.get(key, {}).get("value", float("nan")) / scale  # noqa: E731
-            total, injection = (get(f"parameters/{target}/{method}/{part}", 1e6) for part in ("total", "injection"))
-            step, rate, peak = (get(f"train/{target}/{method}/{name}") for name in ("step_s", "tokens_per_s", "peak_gib"))
-            lines.append(f"| {NAMES[method]} | {total:.2f}M | {injection:.2f}M | {step * 1e3:.1f} ms | {rate / 1e3:.0f}k | {peak:.1f} GiB |")
+            cell = lambda key, form, scale=1.0: form.format(scale * figures[key]["value"]) if key in figures else "-"  # noqa: E731
+            cells = [cell(f"parameters/{target}/{method}/{part}", "{:.2f}M", 1e-6) for part in ("total", "injection")]
+            costs = (("step_s", "{:.1f} ms", 1e3), ("tokens_per_s", "{:.0f}k", 1e-3), ("peak_gib", "{:.1f} GiB", 1.0))
+            cells += [cell(f"train/{target}/{method}/{name}", form, scale) for name, form, scale in costs]
+            lines.append(f"| {NAMES[method]} | " + " | ".join(cells) + " |")
         lines += ["", _origin(sample), ""]
     return lines
 
@@ -166,7 +171,7 @@ def sampled_tables(figures: dict[str, dict]) -> list[str]:
             tau = lambda name: figures[f"tau/{target}/{method}@{steps}/{name}/T1/full"]  # noqa: B023, E731
             policy = tau("avg")["note"].partition(";")[0].removeprefix("policy ")
             cells = " | ".join(f"{tau(name)['value']:.2f}" for name in BENCHMARKS)
-            name = NAMES.get(method.partition("-")[0], method)
+            name = next((NAMES[m] for m in sorted(NAMES, key=len, reverse=True) if method == m or method.startswith(f"{m}-")), method)
             lines.append(f"| {name}, {policy} | {cells} | **{tau('avg')['value']:.3f}** | {tau('avg')['value'] - 1:.3f} |")
         lines += ["", _origin(sample), ""]
     return lines

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from dspine_jax.acceptance import acceptance_statistics, paired_bootstrap
+from dspine_jax.acceptance import acceptance_statistics, average_interval, paired_bootstrap
 from dspine_jax.replay import Round
+from serve.report import BENCHMARKS
 
 SCOPES = {"full": "full text", "onset": "to the loop onset"}
+OURS = "dspine"  # the method whose margin over the others is in question
 
 
 def plain_rounds(by_prompt: list) -> list[list[list[int]]]:
@@ -16,10 +18,12 @@ def plain_rounds(by_prompt: list) -> list[list[list[int]]]:
 
 
 def summarise(variants: dict[str, dict[str, dict]]) -> dict:
-    """Statistics of one temperature, and comparisons with the first method.
+    """Statistics of one temperature, comparisons with the first method, and of our method (``ours_of``) with each other.
 
     variants[label][policy] holds folders, num_draft_tokens, parameters and benchmarks[name]["rounds"], one log a seed. The policy
-    with the best average on full text stands for its method. -> {"methods", "policies", "comparisons"}; the given dicts are completed.
+    with the best average on full text stands for its method. -> {"methods", "policies", "comparisons", "ours", "strongest"}; the given dicts are
+    completed. comparisons["a_over_b"][scope] is ``paired_bootstrap`` of the average, with its "benchmarks" one by one; strongest[scope] is the
+    rival of the highest average, None where there is none.
     """
     methods, totals, policies = {}, {}, {}
     for label, by_policy in variants.items():
@@ -32,11 +36,30 @@ def summarise(variants: dict[str, dict[str, dict]]) -> dict:
             if policy != best:
                 methods[label].setdefault("other_policies", {})[policy] = variant
     first, *others = methods
-    comparisons = {
-        f"{label}_over_{first}": {scope: paired_bootstrap(totals[label][scope], totals[first][scope]) for scope in SCOPES if totals[first][scope]}
-        for label in others
-    }
-    return {"methods": methods, "policies": policies, "comparisons": comparisons}
+    ours = ours_of(list(methods))
+    pairs = dict.fromkeys([(label, first) for label in others] + [(ours, label) for label in methods if label != ours])
+    comparisons = {f"{label}_over_{other}": _comparison(totals[label], totals[other]) for label, other in pairs}
+    strongest = {scope: _strongest(methods, ours, scope) for scope in SCOPES}
+    return {"methods": methods, "policies": policies, "comparisons": comparisons, "ours": ours, "strongest": strongest}
+
+
+def ours_of(labels: list[str]) -> str:
+    """``OURS`` where a label is it, else the last label."""
+    return OURS if OURS in labels else labels[-1]
+
+
+def _strongest(methods: dict[str, dict], ours: str, scope: str) -> str | None:
+    # A label that holds our method's name (dspine-last, shipped_dspine) is a variant of it, not a rival.
+    variant = lambda label: label == ours or (ours == OURS and OURS in label)  # noqa: E731
+    rivals = [label for label, method in methods.items() if not variant(label) and method[f"{scope}_average_tau"] is not None]
+    return max(rivals, key=lambda label: methods[label][f"{scope}_average_tau"], default=None)
+
+
+def _comparison(ours: dict[str, dict], theirs: dict[str, dict]) -> dict[str, dict]:
+    """By scope: the paired bootstrap of the average, and of each benchmark alone. A scope without a round is left out."""
+    alone = lambda scope, name: paired_bootstrap({name: ours[scope][name]}, {name: theirs[scope][name]})  # noqa: E731
+    scopes = [scope for scope in SCOPES if theirs[scope]]
+    return {scope: paired_bootstrap(ours[scope], theirs[scope]) | {"benchmarks": {b: alone(scope, b) for b in theirs[scope]}} for scope in scopes}
 
 
 def _score(variant: dict) -> dict[str, dict[str, np.ndarray]]:
@@ -54,6 +77,7 @@ def _score(variant: dict) -> dict[str, dict[str, np.ndarray]]:
         scored = {name: entry for name, entry in variant["benchmarks"].items() if entry[scope]["rounds"]}
         totals[scope] = {name: np.array([pair for pair in entry[f"{scope}_tokens_rounds"] if pair[1]]).T for name, entry in scored.items()}
         variant[f"{scope}_average_tau"] = float(np.mean([entry[scope]["tau_pooled"] for entry in scored.values()])) if scored else None
+        variant[f"{scope}_average_tau_interval"] = average_interval(totals[scope]) if scored else None
         variant[f"{scope}_average_tau_by_seed"] = [float(np.mean(taus)) for taus in zip(*(entry[f"{scope}_by_seed"] for entry in scored.values()))]
     return totals
 
@@ -70,11 +94,11 @@ def markdown(results: dict) -> str:
 
 def _temperature_tables(title: str, content: dict) -> list[str]:
     methods = content["methods"]
-    names = list(next(iter(methods.values()))["benchmarks"])
+    names = in_order(next(iter(methods.values()))["benchmarks"])
     lines = []
     for scope, words in SCOPES.items():
         lines += [f"### tau, {title}, {words} (pooled; per request in brackets)", ""]
-        lines += ["| method | " + " | ".join(names) + " | average | tau - 1 | accepted / proposed |", "|---" * (len(names) + 4) + "|"]
+        lines += ["| method | " + " | ".join(names) + " | average [95%] | tau - 1 | accepted / proposed |", "|---" * (len(names) + 4) + "|"]
         for label, method in methods.items():
             entries = [method["benchmarks"][name][scope] for name in names]
             cells = [f"{s['tau_pooled']:.3f} ({s['tau_per_request']:.3f})" if s["rounds"] else "-" for s in entries]
@@ -84,8 +108,9 @@ def _temperature_tables(title: str, content: dict) -> list[str]:
                 lines.append(f"| {name} | " + " | ".join(cells) + " | - | - | - |")
             else:
                 share = np.mean([s["accepted_over_proposed"] for s in entries if s["rounds"]])
-                lines.append(f"| {name} | " + " | ".join(cells) + f" | **{average:.3f}** | {average - 1:.3f} | {share:.3f} |")
-        lines.append("")
+                low, high = method[f"{scope}_average_tau_interval"]
+                lines.append(f"| {name} | " + " | ".join(cells) + f" | **{average:.3f}** [{low:.3f}, {high:.3f}] | {average - 1:.3f} | {share:.3f} |")
+        lines += ["", *_margin_table(title, content, scope, names)]
     if any(len(by_policy) > 1 for by_policy in content["policies"].values()):
         for label, by_policy in content["policies"].items():
             known = {policy: tau for policy, tau in by_policy.items() if tau is not None}
@@ -108,6 +133,28 @@ def _temperature_tables(title: str, content: dict) -> list[str]:
         for rate, key in (("conditional", "cond_accept"), ("survival", "accept_rate")):
             cells = [f"{v:.2f}" if v is not None else "-" for v in slot_rates(method, key)]
             lines.append(f"| {label} | {rate} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def in_order(names) -> list[str]:
+    """Benchmarks as the paper's table orders them, then any others."""
+    return sorted(names, key=lambda name: BENCHMARKS.index(name) if name in BENCHMARKS else len(BENCHMARKS))
+
+
+def _margin_table(title: str, content: dict, scope: str, names: list[str]) -> list[str]:
+    """Our method over each other: ratios of tau by benchmark, of the average and of its accepted part, with intervals."""
+    ours, strongest = content["ours"], content["strongest"][scope]
+    found = [(label, content["comparisons"][f"{ours}_over_{label}"].get(scope)) for label in content["methods"] if label != ours]
+    found = [(label, c) for label, c in found if c]
+    if not found:
+        return []
+    spread = lambda c, key: "-" if c[key] is None else "x{:.3f} [{:.3f}, {:.3f}]".format(c[key], *c[f"{key}_interval"])  # noqa: E731
+    lines = [f"### {ours} over each, {title}, {SCOPES[scope]} (ratios of tau, 95% of a paired bootstrap over prompts; strongest rival in bold)", ""]
+    lines += ["| over | " + " | ".join(names) + " | average | average of tau - 1 |", "|---" * (len(names) + 3) + "|"]
+    for label, c in found:
+        cells = [spread(c["benchmarks"][name], "ratio") if name in c["benchmarks"] else "-" for name in names]
+        name = f"**{label}**" if label == strongest else label
+        lines.append(f"| {name} | " + " | ".join([*cells, spread(c, "ratio"), spread(c, "ratio_accepted")]) + " |")
     return [*lines, ""]
 
 

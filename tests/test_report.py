@@ -66,6 +66,24 @@ def test_newer_figures_replace_older_ones_in_the_tables_and_older_ones_stay(root
     assert "tau +37.5% [+10.0%, +20.0%], tau - 1 x1.750 [1.200, 1.300]" in text
 
 
+def test_every_method_has_a_row_and_dspine_a_margin_over_each(root: Path):
+    """Methods that stand between the two, one without a model or a training, and a policy of a method whose name holds another's."""
+    results = evaluation(2.5)
+    content = results["temperatures"]["T0"]
+    for method in ("dspark", "prompt-lookup", "dspine-last"):
+        content["methods"][method] = content["methods"]["dflash"]
+        content["comparisons"][f"dspine_over_{method}"] = content["comparisons"]["dspine_over_dflash"]
+    sampled = {"methods": {"dspine-last": content["methods"]["dspine"] | {"other_policies": {"own": content["methods"]["dflash"]}}}, "comparisons": {}}
+    results["temperatures"]["T1"] = sampled
+    (root / "results.json").write_text(json.dumps(results))
+    assert report.main(["--root", str(root), "--record", str(root / "results.json"), "--target", "t", "--steps", "9", "--command", "c"]) == 0
+    text = (root / "README.md").read_text()
+    assert "| full | DSpark | 2.00 " in text and "| full | prompt lookup |" in text
+    assert "* DSpine over DSpark, full text: tau +25.0%" in text and "* DSpine over prompt lookup, to the loop onset" in text
+    assert "| prompt lookup | 10.00M | 0.00M | - | - | - |" in text and "nan" not in text
+    assert f"| {report.NAMES['dspine-last']}, own |" in text
+
+
 def test_decoding_speeds_are_recorded_and_withheld_ones_are_not(root: Path):
     assert run(root, 2.5) == 0
     figures = {e["id"]: e for e in json.loads((root / "docs" / "results.json").read_text()) if e["id"].startswith("decode/")}

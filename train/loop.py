@@ -56,21 +56,9 @@ def run(config: TrainConfig) -> Path:
     batches continue bit for bit, on any mesh; ``init_from`` has no say then. Raises ValueError for an impossible config (before any
     weight is read where possible), NonFiniteError as ``optimizer.on_nonfinite`` says.
     """
-    for name in ("workdir", "target"):
-        if not getattr(config, name):
-            raise ValueError(f"{name} is not set; give it in the config file or with --set {name}=...")
-    if not config.data.path:
-        raise ValueError("data.path is not set; give a dataset folder with --set data.path=... (dspine-prepare or dspine-convert makes one)")
     mesh = make_mesh(config.mesh)
     check_batch(config.data.batch_size, mesh)
-    target_config = read_target_config(config.target)
-    config = dataclasses.replace(config, drafter=config.drafter.resolve(target_config))
-    data = DatasetFolder(config.data.path, vocab_size=target_config.num_tokens)  # a label on a padded row of the table has no finite loss
-    if config.drafter.template_mode is not None:
-        check_template_mode(data.manifest, config.drafter.template_mode, config.data.path)
-    # The mode travels with the drafter, so that decoding renders prompts as training saw them.
-    config = dataclasses.replace(config, drafter=dataclasses.replace(config.drafter, template_mode=data.manifest.template_mode))
-    config = with_steps_of_epochs(config, data)
+    config, target_config, data = prepare_run(config)
     workdir = Path(config.workdir)
     workdir.mkdir(parents=True, exist_ok=True)
 
@@ -90,7 +78,7 @@ def run(config: TrainConfig) -> Path:
             checkpointer.close()
             return workdir / "drafter"
     save_config(config, workdir / "config.json")
-    identity = {"config": config_to_dict(config), "target": config_to_dict(target_config), "data": data.manifest.sha256}
+    identity = identity_of(config, target_config, data)
 
     with jax.set_mesh(mesh):
         graphdef, abstract = abstract_state(config)
@@ -115,6 +103,28 @@ def run(config: TrainConfig) -> Path:
         if jax.process_index() == 0:
             save_drafter(workdir / "drafter", nnx.merge(graphdef, *replicated))
     return workdir / "drafter"
+
+
+def prepare_run(config: TrainConfig) -> tuple[TrainConfig, TargetConfig, DatasetFolder]:
+    """The config as it is trained (sizes, template mode and steps settled), its target's config and its data; no weight is read. Raises ValueError."""
+    for name in ("workdir", "target"):
+        if not getattr(config, name):
+            raise ValueError(f"{name} is not set; give it in the config file or with --set {name}=...")
+    if not config.data.path:
+        raise ValueError("data.path is not set; give a dataset folder with --set data.path=... (dspine-prepare or dspine-convert makes one)")
+    target_config = read_target_config(config.target)
+    config = dataclasses.replace(config, drafter=config.drafter.resolve(target_config))
+    data = DatasetFolder(config.data.path, vocab_size=target_config.num_tokens)  # a label on a padded row of the table has no finite loss
+    if config.drafter.template_mode is not None:
+        check_template_mode(data.manifest, config.drafter.template_mode, config.data.path)
+    # The mode travels with the drafter, so that decoding renders prompts as training saw them.
+    config = dataclasses.replace(config, drafter=dataclasses.replace(config.drafter, template_mode=data.manifest.template_mode))
+    return with_steps_of_epochs(config, data), target_config, data
+
+
+def identity_of(config: TrainConfig, target: TargetConfig, data: DatasetFolder) -> dict:
+    """What ``check_same_run`` compares, as plain values."""
+    return {"config": config_to_dict(config), "target": config_to_dict(target), "data": data.manifest.sha256}
 
 
 def _train(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir) -> TrainState:
