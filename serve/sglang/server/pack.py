@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 SGLANG, KERNEL = "sglang==0.5.23", "sglang-kernel==0.4.5"
 GLIBC = ("2_35", "2_34", "2_28", "2_27", "2_24", "2_17")  # pip takes each platform tag literally
 # sglang: compiled extensions have Python twins or serve parts that are left out.
-DROPPED = re.compile(r"sglang/(multimodal_gen|test|benchmark)/|\.so$")
+DROPPED = re.compile(r"sglang/(multimodal_gen|test)/|\.so$")
 KEPT_KERNEL = re.compile(r"sgl_kernel/(.*\.py|sm90/common_ops\.abi3\.so)$|.*\.dist-info/")
 
 

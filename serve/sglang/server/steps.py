@@ -4,10 +4,12 @@
     python3 serve/sglang/server/steps.py model                      the model class on the GPU without a server: tokens, CUDA graph, time a round
     python3 serve/sglang/server/steps.py serve plain eager graph    servers one after the other: text, acceptance length, tokens/s
     python3 serve/sglang/server/steps.py all                        the three
+    python3 serve/sglang/server/steps.py serve plain graph dflash --target out/SmolLM2 --drafters out/served --prompts gsm8k.jsonl humaneval.jsonl
 
 Modes of ``serve``: plain (no drafter); eager (no CUDA graphs); sampler (graphs, the selector outside of them); graph (graphs with the selector inside);
-kernels (graph, with the project's Triton kernels); dflash (graphs, SGLang's own DFlash model with the project's DFlash drafter). Each has its own time limit;
-a step that fails does not stop the next. Results and logs go to --out (default $OUT, else out/sglang): one JSON a step, logs beside it.
+kernels (graph, with the project's Triton kernels), all four with the drafter folder "dspine"; dflash, dflash2, domino, dspark (graphs, SGLang's own models
+with the drafter folder of that name). Each has its own time limit; a step that fails does not stop the next. Speed is measured with SGLang's own client,
+``sglang.benchmark.serving``, benchmark by benchmark. Results and logs go to --out (default $OUT, else out/sglang): one JSON a step, logs beside it.
 
 Outside of a pinned installation (torch 2.14.1, sglang-kernel 0.4.10) this is SGLang on parts it was not released with: say so beside any figure.
 """
@@ -26,16 +28,31 @@ import tarfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
+
+
+class Mode(NamedTuple):
+    """What a server runs with: the drafter's folder, flags and environment beyond ``COMMON`` and ``ENVIRONMENT``."""
+
+    drafter: str | None
+    flags: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+    algorithm: str = "DFLASH"
+
+
 MODES = {
-    "plain": [],
-    "eager": ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"],
-    "sampler": [],
-    "graph": [],
-    "kernels": [],
-    "dflash": [],
+    "plain": Mode(None),
+    "eager": Mode("dspine", ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")),
+    "sampler": Mode("dspine", variables=(("SGLANG_DFLASH_EAGER_DRAFT_SAMPLER", "1"),)),
+    "graph": Mode("dspine"),
+    "kernels": Mode("dspine", variables=(("DSPINE_SGLANG_KERNELS", "1"),)),
+    "dflash": Mode("dflash"),
+    "dflash2": Mode("dflash2"),
+    "domino": Mode("domino"),
+    "dspark": Mode("dspark", algorithm="DSPARK"),
 }
 COMMON = [
     *("--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
@@ -50,7 +67,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-NEW_TOKENS = 128
+CONCURRENCIES = (1, 8, 32)
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
@@ -67,12 +84,13 @@ def unpack(args: argparse.Namespace) -> None:
         tar.extractall(args.work, filter="data")
 
 
-def child(args: argparse.Namespace, name: str, limit: int) -> dict:
+def child(args: argparse.Namespace, name: str, limit: int, label: str | None = None) -> dict:
     """Run a function of this file in a process with the archive's packages; its JSON line, or the end of its output."""
     started = time.perf_counter()
     command = [sys.executable, str(Path(__file__).resolve()), f"_{name}", "--site", str(args.site), "--work", str(args.work), "--target", str(args.target)]
-    command += ["--device", args.device]
-    log = args.out / f"{name}.log"
+    command += ["--device", args.device, "--out", str(args.out), "--port", str(args.port), "--new-tokens", str(args.new_tokens), "--count", str(args.count)]
+    command += ["--prompts", *map(str, args.prompts)]
+    log = args.out / f"{label or name}.log"
     with open(log, "w") as file:
         try:
             code = subprocess.run(command, env=environment(args), stdout=file, stderr=subprocess.STDOUT, timeout=limit).returncode
@@ -216,17 +234,17 @@ def captured(one, out) -> dict:
 
 def server_command(args: argparse.Namespace, mode: str, port: int) -> list[str]:
     """python -m sglang.launch_server ... of a mode."""
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(args.target), "--port", str(port), *COMMON, *MODES[mode]]
-    if mode != "plain":
-        drafter = args.site / "demo" / ("dflash" if mode == "dflash" else "dspine")
-        command += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(drafter)]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(args.target), "--port", str(port), *COMMON]
+    drafter, flags, _, algorithm = MODES[mode]
+    if drafter is not None:
+        command += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(args.drafters / drafter)]
         command += ["--speculative-draft-model-quantization", "unquant", "--speculative-draft-attention-backend", "triton"]
-    return command
+    return [*command, *flags]
 
 
 def serve(args: argparse.Namespace, mode: str, limit: int) -> dict:
     """Start a server of a mode, ask it, stop it."""
-    variables = environment(args) | {"sampler": {"SGLANG_DFLASH_EAGER_DRAFT_SAMPLER": "1"}, "kernels": {"DSPINE_SGLANG_KERNELS": "1"}}.get(mode, {})
+    variables = environment(args) | dict(MODES[mode].variables)
     log, started = args.out / f"server-{mode}.log", time.perf_counter()
     deadline = started + limit
     with open(log, "w") as file:
@@ -270,58 +288,84 @@ def get(args: argparse.Namespace, path: str, timeout: float, body: dict | None =
 
 def ask(args: argparse.Namespace, prompt: list[int], deadline: float, temperature: float = 0.0) -> dict:
     """One completion: token ids and what the server says of it."""
-    parameters = {"temperature": temperature, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": parameters}
+    body = {"input_ids": prompt, "sampling_params": {"temperature": temperature, "max_new_tokens": args.new_tokens}}
     return json.loads(get(args, "/generate", max(5.0, deadline - time.perf_counter()), body))
 
 
-def prompt_ids(args: argparse.Namespace) -> list[list[int]]:
-    """The demo's held-out prompts in its chat template."""
-    from tokenizers import Tokenizer
+def read_prompts(path: Path) -> list[str]:
+    """First user turns of a JSONL file of {"turns": [...]} or {"prompt": ...}."""
+    texts = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    return [text.get("prompt") or text["turns"][0] for text in texts]
 
-    tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
-    lines = (args.target.parent / "prompts.jsonl").read_text().splitlines()
-    texts = [json.loads(line) for line in lines if line.strip()]
-    first = [text.get("prompt") or text["turns"][0] for text in texts]
-    return [tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids for text in first]
+
+def prompt_ids(args: argparse.Namespace, path: Path) -> list[list[int]]:
+    """A file's prompts in the target's chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    messages = [[{"role": "user", "content": text}] for text in read_prompts(path)]
+    return [list(tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)) for m in messages]
 
 
 def questions(args: argparse.Namespace, mode: str, deadline: float) -> dict:
-    """Greedy text against the plain server's, acceptance length, one sampled answer, and tokens/s at several concurrencies."""
-    prompts = prompt_ids(args)
-    ask(args, prompts[0], deadline)  # first request: kernels compile
-    answers = [ask(args, prompt, deadline) for prompt in prompts]
-    texts = [answer["output_ids"] for answer in answers]
-    found: dict = {"prompts": len(prompts), "tokens": sum(map(len, texts))}
-    lengths = [answer["meta_info"].get("spec_accept_length") for answer in answers]
-    if all(length is not None for length in lengths):
-        found["acceptance length"] = round(statistics.mean(lengths), 3)
-    file = args.out / "texts-plain.json"
-    if mode == "plain":
-        file.write_text(json.dumps(texts))
-    elif file.is_file():
-        plain = json.loads(file.read_text())
-        parted = [next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), None) for ours, theirs in zip(texts, plain)]
-        found["texts equal to plain"] = sum(x is None for x in parted)
-        found["first differing token"] = [x for x in parted if x is not None]
-    sampled = ask(args, prompts[0], deadline, temperature=1.0)
-    found["sampled tokens"] = len(sampled["output_ids"])
-    for concurrency in (1, 8, 32):
-        if time.perf_counter() > deadline - 10:
-            found["bench"] = f"stopped before concurrency {concurrency}: out of time"
-            break
-        found[f"tokens/s at {concurrency}"] = bench(args, prompts, concurrency, deadline)
-    return found
+    """By benchmark: greedy text against the plain server's, acceptance length, tokens/s at several concurrencies; and one sampled answer."""
+    found: dict = {}
+    for path in args.prompts:
+        prompts = prompt_ids(args, path)[: args.count]
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda prompt: ask(args, prompt, deadline), prompts))  # noqa: B023
+        entry = found[path.stem] = {"prompts": len(prompts), "tokens": sum(len(answer["output_ids"]) for answer in answers)}
+        # Several at a time, so the text may part from the plain server's at near ties: these answers tell acceptance, text is compared one by one.
+        verifications = [answer["meta_info"].get("spec_verify_ct") for answer in answers]
+        if all(verifications):
+            generated = [answer["meta_info"]["completion_tokens"] for answer in answers]
+            entry["acceptance length, pooled"] = round(sum(generated) / sum(verifications), 3)
+            entry["acceptance length, by request"] = round(statistics.mean(answer["meta_info"]["spec_accept_length"] for answer in answers), 3)
+        texts = [ask(args, prompt, deadline)["output_ids"] for prompt in prompts[:8]]
+        file = args.out / f"texts-plain-{path.stem}.json"
+        if mode == "plain":
+            file.write_text(json.dumps(texts))
+        elif file.is_file():
+            plain = json.loads(file.read_text())
+            parted = [next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), None) for ours, theirs in zip(texts, plain)]
+            entry["texts equal to plain"] = f"{sum(x is None for x in parted)} of {len(texts)}"
+            entry["first differing token"] = [x for x in parted if x is not None]
+    found["sampled tokens"] = len(ask(args, prompts[0], deadline, temperature=1.0)["output_ids"])
+    return found | child(args, "bench", int(deadline - time.perf_counter()), label=f"bench-{mode}")
 
 
-def bench(args: argparse.Namespace, prompts: list[list[int]], concurrency: int, deadline: float) -> float:
-    """Output tokens a second with ``concurrency`` requests open at any time; 4 requests each after a warm-up of one each."""
-    with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
-        run = lambda count: list(pool.map(lambda i: len(ask(args, prompts[i % len(prompts)], deadline)["output_ids"]), range(count)))  # noqa: E731
-        run(concurrency)
-        started = time.perf_counter()
-        tokens = sum(run(4 * concurrency))
-    return round(tokens / (time.perf_counter() - started), 1)
+# ---- speed, by SGLang's own client -----------------------------------------------------------------
+
+
+def _bench(args: argparse.Namespace) -> None:
+    """``sglang.benchmark.serving`` for every benchmark and concurrency, in one process, because its import takes longer than a measurement."""
+    import types
+
+    try:
+        import datasets  # noqa: F401
+    except ImportError:  # the client imports it for benchmarks that it would fetch
+        sys.modules["datasets"] = types.ModuleType("datasets")
+        sys.modules["datasets"].load_dataset = None
+    from sglang.benchmark import serving
+
+    found: dict = {}
+    for path in args.prompts:
+        requests = args.out / f"requests-{path.stem}.jsonl"
+        turns = [{"conversations": [{"content": text}, {"content": "-"}]} for text in read_prompts(path)]
+        for concurrency in CONCURRENCIES:
+            count = max(args.count // 2, 2 * concurrency)
+            requests.write_text("".join(json.dumps(turns[i % len(turns)]) + "\n" for i in range(count)))
+            output = args.out / f"client-{path.stem}-{concurrency}.jsonl"
+            output.unlink(missing_ok=True)
+            sys.argv = ["serving", "--backend", "sglang", "--host", "127.0.0.1", "--port", str(args.port), "--model", str(args.target)]
+            sys.argv += ["--dataset-name", "custom", "--dataset-path", str(requests), "--apply-chat-template", "--num-prompts", str(count)]
+            sys.argv += ["--sharegpt-output-len", str(args.new_tokens), "--max-concurrency", str(concurrency), "--output-file", str(output)]
+            sys.argv += ["--warmup-requests", str(concurrency), "--disable-ignore-eos", "--disable-tqdm"]
+            serving.cli_main()
+            result = json.loads(output.read_text().split("\n")[0])
+            kept = ("completed", "output_throughput", "accept_length", "median_tpot_ms", "median_e2e_latency_ms")
+            found.setdefault(path.stem, {})[f"client at {concurrency}"] = {k: round(result[k], 3) for k in kept if result.get(k) is not None}
+            print("JSON: " + json.dumps({"client": found}), flush=True)  # what is there if the time ends
 
 
 # ---- command --------------------------------------------------------------------------------------
@@ -329,20 +373,26 @@ def bench(args: argparse.Namespace, prompts: list[list[int]], concurrency: int, 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("check", "model", "serve", "all", "_check", "_model"))
+    parser.add_argument("step", choices=("check", "model", "serve", "all", "_check", "_model", "_bench"))
     parser.add_argument("modes", nargs="*", help=f"of serve (default {' '.join(MODES)})")
     parser.add_argument("--archive", type=Path, default=ROOT / "build" / "sglang-server" / "site.tar.xz")
     parser.add_argument("--work", type=Path, default=Path("/tmp/dspine-sglang"), help="where the archive is unpacked and kernels are kept")
     parser.add_argument("--site", type=Path, help="an unpacked archive (default WORK/site)")
     parser.add_argument("--target", type=Path, default=ROOT / "assets" / "demo" / "target")
+    parser.add_argument("--drafters", type=Path, help="folder of served drafters, one a method (default: the archive's, for the demo's target)")
+    parser.add_argument("--prompts", type=Path, nargs="+", help="JSONL files of prompts, one a benchmark (default: the demo's)")
+    parser.add_argument("--count", type=int, default=32, help="prompts of each benchmark (default 32)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of an answer (default 128)")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "out" / "sglang"))
     parser.add_argument("--limit", type=int, default=180, help="seconds for each step and each server (default 180)")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--device", default="cuda", help="of the step model (default cuda)")
     args = parser.parse_args()
     args.site = args.site or args.work / "site"
+    args.drafters = args.drafters or args.site / "demo"
+    args.prompts = args.prompts or [args.target.parent / "prompts.jsonl"]
     if args.step.startswith("_"):
-        {"_check": _check, "_model": _model}[args.step](args)
+        {"_check": _check, "_model": _model, "_bench": _bench}[args.step](args)
         return 0
     for mode in args.modes:
         if mode not in MODES:
