@@ -26,7 +26,7 @@ from dspine_jax.drafter import Drafter
 from dspine_jax.objective import row_context, run_blocks
 from dspine_jax.prompt_lookup import NOT_PROPOSED, PromptLookup, PromptLookupConfig, lookups_at, num_proposed
 from dspine_jax.sampling import SamplingConfig, probabilities
-from dspine_jax.selection import drafting_states, pair_table, select_greedy
+from dspine_jax.selection import drafting_states, mixed_logits, pair_table, select_greedy
 from dspine_jax.sequential import correction, sequential_head, text_codes
 from dspine_jax.target import Target
 from dspine_jax.vocabulary import vocabulary_logits
@@ -120,8 +120,7 @@ def _accept_odds(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_
         scores_BNJP = jnp.take_along_axis(table_BNJPP, row_BNJ[..., None, None], axis=3)[..., 0, :]
         if policy == "own":
             return jnp.where(reached_BNJ & known_BNJ, _pick(probabilities(scores_BNJP, sampling), index_BNJ), 0.0)
-        mixed_BNJV = jnp.put_along_axis(logits_BNJV, ids_BNJP, scores_BNJP, axis=-1, inplace=False)
-        return jnp.where(reached_BNJ, _pick(probabilities(mixed_BNJV, sampling), text_BNJ), 0.0)
+        return _pick(probabilities(mixed_logits(logits_BNJV, scores_BNJP, ids_BNJP, reached_BNJ), sampling), text_BNJ)
 
     q_BNJ, hidden_BSD = _blocks_at(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, use)
     if policy == "point_mass":

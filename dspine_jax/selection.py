@@ -183,19 +183,23 @@ def select_on_candidates(table_BJPP: jax.Array, ids_BJP: jax.Array, keys_B: jax.
 def select_tail_mixed(logits_BJV: jax.Array, table_BJPP: jax.Array, ids_BJP: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) -> Draft:
     """Walk with table logits on the candidates and base logits elsewhere, one softmax over V a slot.
 
-    The table has no row for a token outside the candidates, so such a draw is the last one proposed.
+    The table has no row for a token outside the candidates: the slot after it is drawn from its base logits alone, which know the predicted predecessor.
     """
     B, J, _ = ids_BJP.shape
-    row_B, alive_B = jnp.zeros((B,), jnp.int32), jnp.ones((B,), bool)
-    cut_B, tokens, token_probs, probs = jnp.zeros((B,), jnp.int32), [], [], []
+    row_B, known_B = jnp.zeros((B,), jnp.int32), jnp.ones((B,), bool)
+    tokens, token_probs, probs = [], [], []
     for j in range(J):
         scores_BP = jnp.take_along_axis(table_BJPP[:, j], row_B[:, None, None], axis=1)[:, 0]
-        mixed_BV = jnp.put_along_axis(logits_BJV[:, j], ids_BJP[:, j], scores_BP, axis=1, inplace=False)
-        probs.append(probabilities(mixed_BV, sampling))
+        probs.append(probabilities(mixed_logits(logits_BJV[:, j], scores_BP, ids_BJP[:, j], known_B), sampling))
         tokens.append(draw(slot_keys(keys_B, j), probs[-1]))
         token_probs.append(jnp.take_along_axis(probs[-1], tokens[-1][:, None], axis=1)[:, 0])
-        cut_B = cut_B + alive_B
         is_candidate_BP = ids_BJP[:, j] == tokens[-1][:, None]
-        alive_B = alive_B & is_candidate_BP.any(axis=1)
+        known_B = is_candidate_BP.any(axis=1)
         row_B = jnp.argmax(is_candidate_BP, axis=1).astype(jnp.int32)
-    return Draft(jnp.stack(tokens, 1), jnp.stack(token_probs, 1), None, jnp.stack(probs, 1), cut_B)
+    return Draft(jnp.stack(tokens, 1), jnp.stack(token_probs, 1), None, jnp.stack(probs, 1), jnp.full((B,), J, jnp.int32))
+
+
+def mixed_logits(logits_V: jax.Array, scores_P: jax.Array, ids_P: jax.Array, known: jax.Array) -> jax.Array:
+    """Base logits [...,V] with a row's scores [...,P] at its candidates where the row's token is one of the slot before (``known`` [...])."""
+    scores_P = jnp.where(known[..., None], scores_P, jnp.take_along_axis(logits_V, ids_P, axis=-1))
+    return jnp.put_along_axis(logits_V, ids_P, scores_P, axis=-1, inplace=False)

@@ -45,7 +45,7 @@ class Mode(NamedTuple):
 
 MODES = {
     "plain": Mode(None),
-    "eager": Mode("dspine", ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")),
+    "eager": Mode("dspine", ("--cuda-graph-backend-decode", "disabled")),
     "sampler": Mode("dspine", variables=(("SGLANG_DFLASH_EAGER_DRAFT_SAMPLER", "1"),)),
     "graph": Mode("dspine"),
     "kernels": Mode("dspine", variables=(("DSPINE_SGLANG_KERNELS", "1"),)),
@@ -57,7 +57,7 @@ MODES = {
 COMMON = [
     *("--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--mem-fraction-static", "0.3", "--max-running-requests", "32", "--skip-server-warmup", "--disable-custom-all-reduce", "--disable-radix-cache"),
-    *("--cuda-graph-max-bs-decode", "32"),
+    *("--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled"),
 ]
 ENVIRONMENT = {
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
