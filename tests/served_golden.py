@@ -2,9 +2,10 @@
 
     python tests/served_golden.py FOLDER
 
-writes FOLDER/tiny, FOLDER/demo (DSpine) and FOLDER/dflash, each with drafter/ (a served folder, fp32) and golden.npz. Arrays of golden.npz: embedding, head
-[V,D]; taps [B,S,M*D] of whole rows; for each of N anchors row_N, anchor_N (token), context_len_N; context keys and values [L,B,S,G,C]; hidden [N,K,D];
-path [N,J], the greedy draft. DSpine also: pre_write [N,K,D]; candidate_ids, base_logits [N,J,P]; table [N,J,P,P]; argmax [N,J], each slot's own best token.
+writes FOLDER/tiny, FOLDER/demo (DSpine), FOLDER/dflash and FOLDER/dspark_{vanilla,gated,rnn}, each with drafter/ (a served folder, fp32) and golden.npz.
+Arrays of golden.npz: embedding, head [V,D]; taps [B,S,M*D] of whole rows; for each of N anchors row_N, anchor_N (token), context_len_N; context keys and
+values [L,B,S,G,C]; hidden [N,K,D]; path [N,J], the greedy draft; argmax [N,J], each slot's own best token. DSpine also: pre_write [N,K,D]; candidate_ids,
+base_logits [N,J,P]; table [N,J,P,P]. DSpark also: corrected [N,J,V], logits along the path; confidence [N,J], its logits, where there is that head.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from flax import nnx
 
 from dspine_jax.drafter import Drafter
 from dspine_jax.drafter_io import load_drafter, save_drafter
-from dspine_jax.selection import anchor_features, select_greedy, transition_cache
+from dspine_jax.selection import anchor_features, drafting_states, select_greedy, transition_cache
+from dspine_jax.sequential import correction, sequential_head, text_codes
 from dspine_jax.target import Target
 from dspine_jax.target_io import load_target, save_target
+from dspine_jax.vocabulary import vocabulary_logits
 from pallas_kernels.topk_logits import topk_logits
 from serve.export import export_drafter
 
@@ -47,6 +50,11 @@ def compute(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_BN: 
         table, candidate_ids = transition_cache(drafter, block, U, features, num_tokens=num_tokens)
         base, _ = topk_logits(block.hidden_BNKD[:, :, 1:], U, c.injection.num_candidates, num_tokens=num_tokens)
         blocks |= {"pre_write": block.pre_write_BNKD, "candidate_ids": candidate_ids, "base_logits": base, "table": table, "argmax": candidate_ids[..., 0]}
+    if c.method == "dspark":
+        hidden, previous = drafting_states(c, block), jnp.concatenate([anchor_BN[..., None], path[..., :-1]], axis=-1)
+        head, base = sequential_head(drafter, target), vocabulary_logits(hidden, U, num_tokens)
+        blocks |= {"corrected": base + correction(head, text_codes(head, hidden, previous)), "argmax": base.argmax(-1)}
+        blocks |= {"confidence": drafter.confidence_logits(hidden, previous)} if c.confidence else {}
     return {"taps": taps, "keys": jnp.stack(keys), "values": jnp.stack(values), "blocks": blocks}
 
 
@@ -76,6 +84,20 @@ def tiny(folder: Path) -> None:
     write_golden(folder, folder / "own", folder / "target", random_tokens(3, 2, 30), anchors)
 
 
+def dspark(folder: Path, kind: str) -> None:
+    """A random DSpark drafter; every vocabulary row is usable, as servers know of no others."""
+    from fixtures.drafter_models import random_tokens, tiny_drafter, tiny_target
+
+    target = tiny_target(num_tokens=128)
+    save_target(folder / "target", target, dtype=jnp.float32)
+    drafter = tiny_drafter(target, kind)
+    codes = drafter.markov_head.markov_w2.embedding
+    codes[...] = 8 * codes[...]  # loud, or predecessors hardly change what is best
+    save_drafter(folder / "own", drafter)
+    anchors = np.stack([np.arange(1, 26), np.arange(4, 29)])
+    write_golden(folder, folder / "own", folder / "target", random_tokens(3, 2, 30), anchors)
+
+
 def demo(folder: Path, drafter: str = "dspine") -> None:
     """The trained demo drafter at 40 anchors of each of 5 evaluation rows."""
     data = DEMO / "data" / "evaluation"
@@ -90,6 +112,9 @@ def dflash(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for case in (tiny, demo, dflash):
-        (Path(sys.argv[1]) / case.__name__).mkdir(parents=True, exist_ok=True)
-        case(Path(sys.argv[1]) / case.__name__)
+    cases = {"tiny": tiny, "demo": demo, "dflash": dflash, "dspark_vanilla": lambda folder: dspark(folder, "dspark")}
+    cases |= {f"dspark_{kind}": lambda folder, kind=kind: dspark(folder, f"dspark {kind}") for kind in ("gated", "rnn")}
+    for name, write in cases.items():
+        folder = Path(sys.argv[1]) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder)

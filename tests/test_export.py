@@ -284,8 +284,8 @@ def test_specforges_dspark_folders_are_read(models, root):
         ({"mask_token_id": None}, "mask_token_id is None"),
         ({"architectures": ["Gemma4DSparkModel"]}, "dflash_config is None"),
         ({"markov_rank": 16}, "has shape [1, 72], the config asks for [1, 80]"),
-        ({"markov_head_type": "gated"}, "missing markov_head.gate_proj.bias"),
-        ({"enable_confidence_head": False}, "no confidence_head.proj.bias"),
+        ({"markov_head_type": "gated"}, "missing tensors markov_head.gate_proj.bias"),
+        ({"enable_confidence_head": False}, "this model has no tensors confidence_head.proj.bias"),
     ],
 )
 def test_what_is_no_whole_dspark_folder_is_refused(changes, words, models, root):

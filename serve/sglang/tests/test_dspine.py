@@ -160,17 +160,7 @@ def test_sglang_reads_the_exported_config(case):
 
 
 def test_every_parameter_is_its_source(case):
-    sources, used = harness.tensors_of(case.folder), set()
-    for name, parameter in case.model.named_parameters():
-        if name.startswith("lm_head."):
-            continue
-        parts = [name]
-        for stacked, names in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
-            if stacked in name:
-                parts = [name.replace(stacked, part) for part in names]
-        assert torch.equal(parameter, torch.cat([sources[part] for part in parts])), name
-        used |= set(parts)
-    assert used == set(sources)
+    assert not harness.unused_tensors(case.model, case.folder)
 
 
 def test_weights_must_be_exactly_those_of_the_config(tiny):
