@@ -96,6 +96,8 @@ def export_drafter(source: Path, target_path: str, output: Path, *, dtype: str, 
     check_mask_token(config, Path(target_path))
     if config.method == "dspine" and not config.redoes_last_write:
         raise ValueError(f"{source}: injects after layers {list(config.injection_layers)}, the last one not among them: no write to redo, which is not served")
+    if config.method == "dspine" and config.injection.num_candidates < 2:
+        raise ValueError(f"{source}: injection.num_candidates {config.injection.num_candidates}: a walk needs at least 2 candidates of a slot, not served")
     content, card = public_config(config, target, dtype=dtype), model_card(config, target, source, target_path, dtype, results)
     rows_VD = load_head_rows(target_path) if LAYOUTS[config.method].derived else None
     write_tensors(output, served_tensors(load_drafter(source, target), rows_VD, jnp.dtype(dtype)))

@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fixtures.drafter_models import random_tokens, tapped_states, tiny_drafter, tiny_target
 from flax import nnx
 
 from dspine_jax.drafter import Drafter
@@ -33,11 +34,10 @@ DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo"
 
 
 @nnx.jit
-def compute(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_BN: jax.Array) -> dict[str, jax.Array]:
-    """What golden.npz holds, blocks still [B,N,...]."""
+def compute(drafter: Drafter, target: Target, taps: jax.Array, tokens_BS: jax.Array, anchors_BN: jax.Array) -> dict[str, jax.Array]:
+    """What golden.npz holds of blocks, still [B,N,...], and of their context, in the type that drafter, target and taps share."""
     c, (B, S), U = drafter.config, tokens_BS.shape, target.output_embedding_VD
     num_tokens = target.config.num_tokens
-    taps = target(tokens_BS, target_layer_ids=c.target_layer_ids).tapped_BTE
     keys, values = drafter.context_kv(taps, jnp.broadcast_to(jnp.arange(S), (B, S)))
     anchor_BN = jnp.take_along_axis(tokens_BS, anchors_BN, axis=1)
     ids = jnp.full((*anchors_BN.shape, c.block_size), c.mask_token_id).at[..., 0].set(anchor_BN)
@@ -55,14 +55,16 @@ def compute(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_BN: 
         head, base = sequential_head(drafter, target), vocabulary_logits(hidden, U, num_tokens)
         blocks |= {"corrected": base + correction(head, text_codes(head, hidden, previous)), "argmax": base.argmax(-1)}
         blocks |= {"confidence": drafter.confidence_logits(hidden, previous)} if c.confidence else {}
-    return {"taps": taps, "keys": jnp.stack(keys), "values": jnp.stack(values), "blocks": blocks}
+    return {"keys": jnp.stack(keys), "values": jnp.stack(values), "blocks": blocks}
 
 
 def write_golden(folder: Path, drafter_folder: Path, target_folder: Path, tokens_BS: np.ndarray, anchors_BN: np.ndarray) -> None:
     """Export the drafter to ``folder/drafter`` and write ``folder/golden.npz``."""
     target = load_target(target_folder, dtype=jnp.float32)
     export_drafter(drafter_folder, str(target_folder), folder / "drafter", dtype="float32")
-    out = jax.device_get(compute(load_drafter(drafter_folder, target.config), target, jnp.asarray(tokens_BS), jnp.asarray(anchors_BN)))
+    drafter, tokens_BS, anchors_BN = load_drafter(drafter_folder, target.config), jnp.asarray(tokens_BS), jnp.asarray(anchors_BN)
+    taps = tapped_states(target, drafter, tokens_BS)
+    out = jax.device_get(compute(drafter, target, taps, tokens_BS, anchors_BN) | {"taps": taps})
     blocks = {name: x.reshape(-1, *x.shape[2:]) for name, x in out.pop("blocks").items()}
     row = np.repeat(np.arange(len(tokens_BS)), anchors_BN.shape[1])
     np.savez(folder / "golden.npz", row=row, embedding=target.input_embedding_VD, head=target.output_embedding_VD, **out, **blocks)
@@ -70,8 +72,6 @@ def write_golden(folder: Path, drafter_folder: Path, target_folder: Path, tokens
 
 def tiny(folder: Path) -> None:
     """A random drafter whose greedy path is not each slot's own best token; 2 rows x 25 anchors; eight padded vocabulary rows."""
-    from fixtures.drafter_models import random_tokens, tiny_drafter, tiny_target
-
     target = tiny_target()
     save_target(folder / "target", target, dtype=jnp.float32)
     tokenizer = {"model": {"vocab": {str(i): i for i in range(target.config.num_tokens)}}}
@@ -86,8 +86,6 @@ def tiny(folder: Path) -> None:
 
 def dspark(folder: Path, kind: str) -> None:
     """A random DSpark drafter; every vocabulary row is usable, as servers know of no others."""
-    from fixtures.drafter_models import random_tokens, tiny_drafter, tiny_target
-
     target = tiny_target(num_tokens=128)
     save_target(folder / "target", target, dtype=jnp.float32)
     drafter = tiny_drafter(target, kind)
@@ -100,10 +98,15 @@ def dspark(folder: Path, kind: str) -> None:
 
 def demo(folder: Path, drafter: str = "dspine") -> None:
     """The trained demo drafter at 40 anchors of each of 5 evaluation rows."""
+    write_golden(folder, DEMO / drafter, DEMO / "target", *demo_anchors())
+
+
+def demo_anchors() -> tuple[np.ndarray, np.ndarray]:
+    """Five rows of the demo's evaluation text [5,S] and 40 anchors in each [5,40]."""
     data = DEMO / "data" / "evaluation"
     tokens, mask = np.load(data / "tokens.npy", allow_pickle=False)[:5], np.load(data / "loss_mask.npy", allow_pickle=False)[:5]
     anchors = np.stack([np.flatnonzero(row)[:40] for row in mask])
-    write_golden(folder, DEMO / drafter, DEMO / "target", tokens[:, : anchors.max() + 1].astype(np.int32), anchors.astype(np.int32))
+    return tokens[:, : anchors.max() + 1].astype(np.int32), anchors.astype(np.int32)
 
 
 def dflash(folder: Path) -> None:

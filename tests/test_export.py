@@ -141,6 +141,7 @@ def test_config_says_what_each_reader_needs(models, root):
         ("dspark", {"label_shift": "same_position"}, "from the slots before their positions"),
         ("dspark", {"markov": None, "confidence_with_markov": False}, "without a Markov head"),
         ("dspine", {"injection": {"layers": (0,)}}, "no write to redo, which is not served"),
+        ("dspine", {"injection": {"num_candidates": 1}}, "a walk needs at least 2 candidates"),
     ],
 )
 def test_drafters_that_no_server_reads_are_refused(method, changes, words, models, root, capsys):
