@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,15 +10,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny
 from fixtures.drafter_models import reference_of, tiny_drafter, tiny_target
 from safetensors.numpy import load_file, save_file
 from test_gguf_io import TEXTS, write_tokenizer
 
 from dspine_jax.checkpoint_io import SafetensorsFiles, module_to_tensors
+from dspine_jax.config_io import save_config
 from dspine_jax.drafter_io import load_drafter, read_drafter_config, save_drafter
 from dspine_jax.gguf_io import gguf_tokenizer
 from dspine_jax.target_io import load_head_rows, load_target, read_target_config, save_target
 from serve import export
+from train.data import Manifest, write_dataset
 
 TAPS = (0, 3, 4)  # of 6: no formula gives them
 BACKBONE = ["fc.weight", "hidden_norm.weight", "norm.weight"] + [
@@ -384,6 +388,14 @@ def test_the_card_has_target_data_tau_and_launch(root):
     assert "qwen3, 6 layers, width 64, 128 embedding rows" in card and "| 0.0 | greedy | 3.25 | 3.25 |" in card
     assert "--speculative-num-draft-tokens 6 \\" in card and "drafts (5)" in card and "training data | not recorded" in card
     assert command(root, root / "dflash", "--output", root / "other", "--results", root / "results.json") == 2
+    # A drafter in its run's folder: the card says what it was trained on.
+    write_dataset(root / "rows", *tiny.rows(4), Manifest(name="some rows", source="a public set", target="the target itself"))
+    config = tiny.train_config("dspine", steps=70)
+    save_config(dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(root / "rows"), batch_size=8)), root / "config.json")
+    assert command(root, root / "dspine", "--output", root / "trained") == 0
+    card = (root / "trained" / "README.md").read_text()
+    assert "| training data | some rows, 4 rows: a public set; answers by: the target itself |" in card and "| steps | 70 of 8 rows x " in card
+    assert "Not measured." in card
 
 
 @pytest.mark.parametrize(

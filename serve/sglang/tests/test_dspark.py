@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 from types import SimpleNamespace
 
 import harness
@@ -9,6 +11,7 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dspark_components.dspark_config import parse_dspark_draft_config, resolve_runtime_config
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftNoise
 from sglang.srt.speculative.dspark_components.dspark_draft_sampler import DsparkDraftSampler
@@ -62,6 +65,18 @@ def test_sglang_reads_the_exported_config(golden_folder):
         assert parsed.target_layer_ids == [0, 2] and parsed.num_target_layers == 4
         runtime = resolve_runtime_config(draft_hf_config=config, speculative_num_draft_tokens=None, target_vocab_size=128)
         assert (runtime.gamma, runtime.verify_num_draft_tokens, runtime.mask_token_id) == (6, 7, 3)  # 6 drafts, 7 tokens verified
+
+
+def test_the_model_cards_command_is_one_that_sglang_takes(golden_folder):
+    """Every flag is known and the counts are those of the config, for each kind of drafter."""
+    for name, algorithm, verified in (("dspark_rnn", "DSPARK", 7), ("tiny", "DFLASH", 8), ("dflash", "DFLASH", 8)):
+        card = (golden_folder / name / "drafter" / "README.md").read_text()
+        command = card.split("python -m sglang.launch_server")[1].split("```")[0].replace("\\\n", " ")
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        args = parser.parse_args(shlex.split(command.replace("<this folder>", "folder")))
+        assert (args.speculative_algorithm, args.speculative_num_draft_tokens, args.dtype) == (algorithm, verified, "bfloat16")
+        assert args.speculative_draft_model_path == "folder" and args.speculative_draft_model_quantization == "unquant"
 
 
 def test_the_confidence_head_is_part_of_ragged_verification_alone(golden_folder):
