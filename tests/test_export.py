@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,7 +19,10 @@ from test_gguf_io import TEXTS, write_tokenizer
 from dspine_jax.checkpoint_io import SafetensorsFiles, module_to_tensors
 from dspine_jax.config_io import save_config
 from dspine_jax.drafter_io import load_drafter, read_drafter_config, save_drafter
+from dspine_jax.generation import generate
 from dspine_jax.gguf_io import gguf_tokenizer
+from dspine_jax.speculative import Decoder, DecodeSettings
+from dspine_jax.target import Target
 from dspine_jax.target_io import load_head_rows, load_target, read_target_config, save_target
 from serve import export
 from train.data import Manifest, write_dataset
@@ -55,15 +59,21 @@ def models():
     return target, {method: tiny_drafter(target, method, target_layer_ids=TAPS, template_mode="unset") for method in KEYS}
 
 
-@pytest.fixture
-def root(models, tmp_path) -> Path:
-    """target/ and a folder in our own layout for each of KEYS."""
+@pytest.fixture(scope="module")
+def whole(models, tmp_path_factory) -> Path:
     target, drafters = models
-    save_target(tmp_path / "target", target, dtype=jnp.float32)
-    (tmp_path / "target" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {str(i): i for i in range(target.config.num_tokens)}}}))
+    folder = tmp_path_factory.mktemp("whole")
+    save_target(folder / "target", target, dtype=jnp.float32)
+    (folder / "target" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {str(i): i for i in range(target.config.num_tokens)}}}))
     for method, drafter in drafters.items():
-        save_drafter(tmp_path / method, drafter)
-    return tmp_path
+        save_drafter(folder / method, drafter)
+    return folder
+
+
+@pytest.fixture
+def root(whole, tmp_path) -> Path:
+    """target/ and a folder in our own layout for each of KEYS, to be changed at will."""
+    return shutil.copytree(whole, tmp_path / "root")
 
 
 def command(root: Path, *words: object) -> int:
@@ -189,16 +199,21 @@ def test_a_config_that_does_not_fit_is_refused_before_a_weight_is_read(change, w
     assert words in message and str(folder / "config.json") in message
 
 
-@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj.weight", "injections.0.gate_hidden.bias", "transfer.basis", "transfer.table"])
-def test_tensors_are_exactly_those_of_the_config(name, root):
+HEADS = {"dspine": ["layers.1.mlp.up_proj.weight", "injections.0.gate_hidden.bias", "transfer.basis", "transfer.table"]}
+HEADS |= {"dspark": ["markov_head.markov_w1.weight", "confidence_head.proj.bias"], "dflash2": ["candidate_selector.successor_codebook"]}
+HEADS |= {"domino": ["prefix_gru.weight_hh_l0", "embed_proj.2.weight"]}
+
+
+@pytest.mark.parametrize(("method", "name"), [(method, name) for method, names in HEADS.items() for name in names])
+def test_tensors_are_exactly_those_of_the_config(method, name, root):
     """E07: nothing is skipped, nothing is left at its initial value."""
-    folder = served(root)
+    folder = served(root, method)
     whole = load_file(folder / "model.safetensors")
     edit(folder, **{name: None})
     assert name in refused(folder, root)
     save_file(whole, folder / "model.safetensors")
-    edit(folder, **{"markov_head.markov_w1.weight": np.zeros((2, 2), np.float32)})
-    assert "markov_head.markov_w1.weight" in refused(folder, root)
+    edit(folder, **{"lilicorr.weight": np.zeros((2, 2), np.float32)})
+    assert "lilicorr.weight" in refused(folder, root)
     if name != "transfer.table":
         save_file(whole | {name: whole[name][:-1]}, folder / "model.safetensors")
         assert name in refused(folder, root) and "shape" in refused(folder, root)
@@ -213,6 +228,22 @@ def test_a_prefix_before_all_names_is_read_and_before_some_is_refused(models, ro
     assert all(np.array_equal(again[name], ours[name]) for name in ours)
     save_file({f"model.{name}" if name.startswith("layers.") else name: value for name, value in whole.items()}, folder / "model.safetensors")
     assert "layers.0" in refused(folder, root)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize(("method", "block", "drafts"), [("dflash", 16, 15), ("dspark", 7, 7), ("domino", 16, 15)])
+def test_three_numbers_of_a_block_are_told_apart(method, block, drafts, models, root, monkeypatch):
+    """E03: the served folder's, its card's and its engines' numbers are those of decoding itself: proposals a round, and tokens that the target verifies."""
+    save_drafter(root / "other", tiny_drafter(models[0], method, target_layer_ids=TAPS, block_size=block))
+    assert command(root, root / "other", "--output", root / "served") == 0
+    data, card = json.loads((root / "served" / "config.json").read_text()), (root / "served" / "README.md").read_text()
+    assert (data["block_size"], data["dflash_config"]["block_size"], data["dflash_config"]["num_draft_tokens"]) == (block, block, drafts)
+    assert f"--speculative-num-draft-tokens {drafts + 1} \\" in card and f"the drafts ({drafts})" in card
+    widths, verify = set(), Target.verify
+    monkeypatch.setattr(Target, "verify", lambda self, tokens, *args, **kw: (widths.add(tokens.shape[1]), verify(self, tokens, *args, **kw))[1])
+    drafter = load_drafter(root / "served", models[0].config)
+    answer = generate(Decoder(models[0], drafter, DecodeSettings(drafter.config.num_draft_tokens)), [[9, 8, 7]], max_new_tokens=20)[0]
+    assert widths == {drafts + 1} and max(r.proposed for r in answer.rounds) == drafts
 
 
 SIZES = {"hidden_size": (32, 64), "vocab_size": (64, 128), "num_target_layers": (8, 6)}
