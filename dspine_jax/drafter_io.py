@@ -14,7 +14,7 @@ from dspine_jax.checkpoint_io import load_tensors, module_to_tensors
 from dspine_jax.config import DrafterConfig, TargetConfig
 from dspine_jax.config_io import read_config, save_config
 from dspine_jax.drafter import Drafter
-from dspine_jax.public_drafters import LAYOUTS, is_public_config, public_drafter_config
+from dspine_jax.public_drafters import LAYOUTS, TARGET_COPIES, is_public_config, names_dspark, public_drafter_config
 from dspine_jax.weight_folder import folder_tensors, read_json, weight_files, write_tensors
 
 
@@ -79,13 +79,17 @@ def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, shardi
     abstract = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
     tensors, files = folder_tensors(folder), weight_files(folder)
     source, prefix = str(files[0] if len(files) == 1 else folder), ""
-    if _public_content(folder / "config.json") is not None:
+    content = _public_content(folder / "config.json")
+    if content is not None:
         # Some trainers save the drafter as a part of a model; all names have the prefix then.
         prefix = "model." if all(name.startswith("model.") for name in tensors) else ""
         for name in LAYOUTS[config.method].derived:
             if prefix + name not in tensors:
                 raise ValueError(f"{source}: missing tensor {name}; the config and the weights do not belong together")
             tensors.drop(prefix + name)
+        for name in TARGET_COPIES if names_dspark(content) else ():
+            if prefix + name in tensors:
+                tensors.drop(prefix + name)
     return load_tensors(abstract, tensors, source=source, dtype=dtype, rename=lambda name: prefix + name, sharding=sharding)
 
 

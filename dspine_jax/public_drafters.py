@@ -1,4 +1,4 @@
-"""Drafter configs in the public layout (config.json of z-lab's, SpecForge's and SGLang's folders): DFlash, DFlash2, Domino and DSpine, read and written.
+"""Drafter configs in the public layouts (config.json of z-lab's, SpecForge's, DeepSpec's and SGLang's folders), read and written for every method.
 
 Tensors have the names of our own folders; what a server needs beside them is in ``Layout.derived``.
 """
@@ -8,19 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dspine_jax.config import ConvolutionConfig, DrafterConfig, GRUConfig, InjectionConfig, SelectorConfig, TargetConfig
+from dspine_jax.config import ConvolutionConfig, DrafterConfig, GRUConfig, InjectionConfig, MarkovConfig, SelectorConfig, TargetConfig
 
 # What other drafters of the family, or settings that are not computed here, have; a value of these is refused by name.
 OTHERS = ("markov_rank", "lilicorr_rank", "output_multiplier", "final_logit_softcapping")
+# The names under which DeepSpec and SpecForge save DSpark drafters, and DeepSpec its DFlash (rank 0). Only under these names are slots known to be shifted.
+DSPARK_NAMES = ("Qwen3DSparkModel", "DSparkDraftModel")
+# DeepSpec stores the target's two tables beside its own weights, frozen.
+TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
 # Keys of the parts that are read, all of them needed once one is there.
 SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 DOMINO = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
 DSPINE_VERSION = 1  # of the keys and tensors that DSpine adds
-# Layouts of other trainers by a key of theirs. DeepSpec's has all keys at top level; rank 0 is its DFlash.
-_LAYOUTS_NOT_READ = {
-    "markov_rank": "DeepSpec's layout, whose slots predict the token after theirs (shifted)",
-    "speculators_model_type": "the layout of vllm-project/speculators",
-}
 
 
 class Layout(NamedTuple):
@@ -30,6 +29,8 @@ class Layout(NamedTuple):
     keys: Callable[[DrafterConfig], dict]  # written into dflash_config
     fields: Callable[[dict], dict]  # DrafterConfig fields read from config.json, dflash_config over the top level
     derived: tuple[str, ...] = ()  # tensors of the file that follow from the drafter and the target's LM head
+    label_shifts: tuple[str, ...] = ("same_position",)  # where its server takes the drafts from
+    top: Callable[[DrafterConfig], dict] = lambda config: {}  # written at top level, where nested keys are not looked for
 
 
 def _numbers(data: dict, names: tuple[str, ...]) -> list[int]:
@@ -62,6 +63,31 @@ def _domino_fields(data: dict) -> dict:
     return {"gru": GRUConfig(hidden, projection), "label_shift": "shifted" if data.get("shift_label") else "same_position"}
 
 
+def _dspark_top(config: DrafterConfig) -> dict:
+    if config.markov is None:
+        raise ValueError("drafter.markov is None: servers run no DSpark drafter without a Markov head (markov_rank > 0)")
+    return {
+        "markov_rank": config.markov.rank,
+        "markov_head_type": config.markov.kind,
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence_with_markov,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+
+
+def _dspark_fields(data: dict) -> dict:
+    (rank,) = _numbers(data, ("markov_rank",))
+    kind, confidence = data.get("markov_head_type"), data.get("enable_confidence_head")
+    if rank and kind not in ("vanilla", "gated", "rnn"):
+        raise ValueError(f"markov_head_type is {kind!r}, expected 'vanilla', 'gated' or 'rnn'")
+    with_markov = data.get("confidence_head_with_markov") if confidence else False
+    for name, value in (("enable_confidence_head", confidence), ("confidence_head_with_markov", with_markov)):
+        if type(value) is not bool:
+            raise ValueError(f"{name} is {value!r}, expected true or false; engines differ in what they take it for where it is missing")
+    return {"markov": MarkovConfig(kind, rank) if rank else None, "confidence": confidence, "confidence_with_markov": with_markov}
+
+
 def _dspine_keys(config: DrafterConfig) -> dict:
     c = config.injection
     return {
@@ -91,14 +117,15 @@ def _dspine_fields(own: dict) -> dict:
 LAYOUTS = {
     "dflash": Layout("DFlashDraftModel", lambda config: {}, lambda data: {}),
     "dflash2": Layout("DFlash2DraftModel", _second_keys, _second_fields),
-    "domino": Layout("DFlashDraftModel", _domino_keys, _domino_fields),
+    "dspark": Layout("Qwen3DSparkModel", lambda config: {}, _dspark_fields, label_shifts=("shifted",), top=_dspark_top),
+    "domino": Layout("DFlashDraftModel", _domino_keys, _domino_fields, label_shifts=("same_position", "shifted")),
     "dspine": Layout("DSpineDraftModel", _dspine_keys, _dspine_fields, ("transfer.table",)),
 }
 
 
 def is_public_config(data: object) -> bool:
     """Whether the content of a config.json is in the public layout, or in another that is not ours."""
-    return isinstance(data, dict) and not {"dflash_config", "architectures", *_LAYOUTS_NOT_READ}.isdisjoint(data)
+    return isinstance(data, dict) and not {"dflash_config", "architectures", "speculators_model_type"}.isdisjoint(data)
 
 
 def public_config(config: DrafterConfig, target: TargetConfig, *, dtype: str) -> dict:
@@ -107,11 +134,10 @@ def public_config(config: DrafterConfig, target: TargetConfig, *, dtype: str) ->
     ``dtype`` names the type of the weights. Which reader needs which key, and what it does without: docs/serving.md. Raises ValueError for a drafter that no
     server reads.
     """
-    if config.method not in LAYOUTS:
-        raise ValueError(f"a {config.method} drafter is not written for servers, only {', '.join(LAYOUTS)}")
-    if config.label_shift != "same_position" and config.method != "domino":
-        raise ValueError(f"label_shift {config.label_shift!r}: servers take the drafts of a {config.method} drafter from the slots of their own positions")
     layout, causal = LAYOUTS[config.method], config.block_attention == "causal"
+    if config.label_shift not in layout.label_shifts:
+        where = "the slots of their own positions" if layout.label_shifts == ("same_position",) else "the slots before their positions, the anchor's first"
+        raise ValueError(f"label_shift {config.label_shift!r}: servers take the drafts of a {config.method} drafter from {where}")
     own = {
         "target_layer_ids": list(config.target_layer_ids),
         "mask_token_id": config.mask_token_id,
@@ -147,30 +173,21 @@ def public_config(config: DrafterConfig, target: TargetConfig, *, dtype: str) ->
         "dtype": dtype,
         "torch_dtype": dtype,
         "dflash_config": own | layout.keys(config),
-    }
+    } | layout.top(config)
 
 
 def public_drafter_config(data: dict) -> DrafterConfig:
-    """The drafter that a public config.json describes: DFlash, DFlash2 (known by its keys), Domino (by ``projector_type``) or a DSpine of ``public_config``.
+    """The drafter that a public config.json describes: one of ``public_method``.
 
     ``block_size`` stands at top level or in ``dflash_config``, which wins; the RoPE base in ``rope_parameters`` or as ``rope_theta``. Raises ValueError for
     another drafter of the family, RoPE scaling, sliding windows, biases, and missing or mistyped keys.
     """
-    own = data.get("dflash_config")
-    for key, layout in _LAYOUTS_NOT_READ.items():
-        if own is None and key in data:
-            raise ValueError(f"{key} is {data[key]!r}: {layout}, is not read here")
-    if not isinstance(own, dict):
-        raise ValueError(f"dflash_config is {own!r}, expected an object with target_layer_ids and mask_token_id")
-    both = data | own
+    own, method = _own_keys(data), public_method(data)
+    both, shifted = data | own, names_dspark(data)
     for name in OTHERS:
-        if both.get(name) not in (None, 0, 1.0):
+        if both.get(name) not in (None, 0, 1.0) and not (method == "dspark" and name == "markov_rank"):
             raise ValueError(f"{name} is {both[name]!r}: this is another drafter than those read from public folders, {', '.join(LAYOUTS)}")
-    method = public_method(data)
-    if both.get("shift_label") and method != "domino":
-        raise ValueError("shift_label is set without projector_type 'domino': how many drafts such a drafter makes is not said")
-    if own.get("label_shift", "same_position") != "same_position" and method != "domino":
-        raise ValueError(f"dflash_config.label_shift is {own['label_shift']!r}: slots predict the token after theirs, which is read for Domino alone")
+    _check_label_shift(both, method, shifted=shifted)
     rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -205,21 +222,54 @@ def public_drafter_config(data: dict) -> DrafterConfig:
         block_attention="causal" if causal else "bidirectional",
         template_mode=own.get("template_mode"),
         **fields,
+        **({"label_shift": "shifted"} if shifted else {}),
         **LAYOUTS[method].fields(both),
     )
 
 
 def public_method(data: dict) -> str:
-    """The method of a public config.json: DSpine by its architecture, the others by their keys, as importers name architectures in many ways.
+    """The method of a public config.json: DSpine by its architecture, DSpark and DeepSpec's DFlash by theirs or by ``projector_type``, the others by
+    their keys, as importers name architectures in many ways.
 
     Raises ValueError for a projector that is none of them.
     """
-    own = data.get("dflash_config")
-    both = data | own if isinstance(own, dict) else data
+    both = data | _own_keys(data)
     if LAYOUTS["dspine"].architecture in (data.get("architectures") or ()):
         return "dspine"
-    if both.get("projector_type") not in (None, "domino"):
+    if both.get("projector_type") not in (None, "domino", "dspark"):
         raise ValueError(f"projector_type {both['projector_type']!r} is another drafter than those read from public folders, {', '.join(LAYOUTS)}")
     if both.get("projector_type") == "domino":
         return "domino"
+    if names_dspark(data):
+        return "dflash" if both.get("markov_rank") == 0 and not both.get("enable_confidence_head") else "dspark"
     return "dflash2" if any(both.get(name) for name in SECOND) else "dflash"
+
+
+def names_dspark(data: dict) -> bool:
+    """Whether a public config.json says that its trainer is DSpark's, whose slots predict the token after theirs."""
+    return not set(DSPARK_NAMES).isdisjoint(data.get("architectures") or ()) or (data | _own_keys(data)).get("projector_type") == "dspark"
+
+
+def _own_keys(data: dict) -> dict:
+    """The keys that engines prefer to those at top level: ``dflash_config``, ``dspark_config`` over it. DeepSpec nests none, there it is all of them."""
+    if "speculators_model_type" in data:
+        raise ValueError(f"speculators_model_type is {data['speculators_model_type']!r}: the layout of vllm-project/speculators, is not read here")
+    own, more = data.get("dflash_config"), data.get("dspark_config") or {}
+    if own is None and not set(DSPARK_NAMES).isdisjoint(data.get("architectures") or ()):
+        own = data
+    if not isinstance(own, dict) or not isinstance(more, dict):
+        raise ValueError(f"dflash_config is {own!r}, expected an object with target_layer_ids and mask_token_id")
+    return own | more
+
+
+def _check_label_shift(both: dict, method: str, *, shifted: bool) -> None:
+    """Raise ValueError where a config says of its slots what its method does not do, or what is not read."""
+    if shifted:
+        for name, value in (("sample_from_anchor", False), ("shift_label", False), ("label_shift", "same_position")):
+            if both.get(name) == value:
+                raise ValueError(f"{name} is {value!r}: slots predict the tokens of their own positions, which is not read for DSpark")
+        return
+    if both.get("shift_label") and method != "domino":
+        raise ValueError("shift_label is set without projector_type 'domino': how many drafts such a drafter makes is not said")
+    if both.get("label_shift", "same_position") != "same_position" and method != "domino":
+        raise ValueError(f"label_shift is {both['label_shift']!r}: slots predict the token after theirs, which is read for Domino and DSpark alone")

@@ -15,7 +15,7 @@ EPILOG = """examples:
   dspine-export z-lab/Qwen3-8B-DFlash-b16 --import --target Qwen3-8B --output runs/dflash/drafter
   dspine-export --target SmolLM2-135M-Instruct.Q4_1.gguf --target-output out/SmolLM2-135M-Instruct
 The folder written holds config.json and model.safetensors in the layout that SGLang reads (docs/serving.md), and README.md, a model card.
---import reads that layout, z-lab's and SpecForge's DFlash folders among it, and writes a drafter folder of this project, in fp32.
+--import reads that layout, and the folders of z-lab, SpecForge and DeepSpec, and writes a drafter folder of this project, in fp32.
 Sizes are compared with the target's before any weight is read. Nothing in a folder is executed, and pickles are refused."""
 MASK_TOKEN = "<|MASK|>"  # servers look it up in the tokenizer and put its id before the config's
 PROBES = 64  # vocabulary rows by which an imported drafter's target is recognised
@@ -96,6 +96,8 @@ def export_drafter(source: Path, target_path: str, output: Path, *, dtype: str, 
     check_mask_token(config, Path(target_path))
     if config.method == "dspine" and not config.redoes_last_write:
         raise ValueError(f"{source}: injects after layers {list(config.injection_layers)}, the last one not among them: no write to redo, which is not served")
+    if config.method == "dspine" and config.injection.num_candidates < 2:
+        raise ValueError(f"{source}: injection.num_candidates {config.injection.num_candidates}: a walk needs at least 2 candidates of a slot, not served")
     content, card = public_config(config, target, dtype=dtype), model_card(config, target, source, target_path, dtype, results)
     rows_VD = load_head_rows(target_path) if LAYOUTS[config.method].derived else None
     write_tensors(output, served_tensors(load_drafter(source, target), rows_VD, jnp.dtype(dtype)))
@@ -106,7 +108,7 @@ def export_drafter(source: Path, target_path: str, output: Path, *, dtype: str, 
 def import_drafter(source: Path, target_path: str, output: Path) -> None:
     """Write a folder in a server's layout as a drafter folder of this project, in fp32.
 
-    Raises as ``export_drafter``; ValueError also where the stored T is not that of the target's LM head.
+    Raises as ``export_drafter``; ValueError also where the stored T, or a stored copy of the LM head, is not the target's.
     """
     from dspine_jax.drafter_io import load_drafter, save_drafter
     from dspine_jax.public_drafters import LAYOUTS
@@ -115,9 +117,15 @@ def import_drafter(source: Path, target_path: str, output: Path) -> None:
 
     drafter = load_drafter(source, read_target_config(target_path))
     tensors = folder_tensors(source)
-    for name in LAYOUTS[drafter.config.method].derived:
-        if name in tensors:  # a folder of ours has none
-            check_table(drafter, load_head_rows(target_path), tensors[name], f"{source}: {name}")
+    stored = {name.removeprefix("model."): name for name in tensors}
+    for name in stored.keys() & set(LAYOUTS[drafter.config.method].derived):  # a folder of ours has none
+        check_table(drafter, load_head_rows(target_path), tensors[stored[name]], f"{source}: {stored[name]}")
+    if "lm_head.weight" in stored:
+        name, rows_VD = stored["lm_head.weight"], load_head_rows(target_path)
+        if tensors.shape(name) != rows_VD.shape:
+            raise ValueError(f"{source}: {name} has shape {list(tensors.shape(name))}, the target's LM head {list(rows_VD.shape)}")
+        probes = _probes(len(rows_VD))
+        check_directions(tensors[name][probes], rows_VD[probes], f"{source}: {name}")
     save_drafter(output, drafter)
 
 
@@ -127,10 +135,23 @@ def check_table(drafter, rows_VD, table_VR, source: str) -> None:
 
     if table_VR.shape != (len(rows_VD), drafter.config.injection.transfer_size):
         raise ValueError(f"{source} has shape {list(table_VR.shape)}, expected {[len(rows_VD), drafter.config.injection.transfer_size]}")
-    probes = np.linspace(0, len(rows_VD) - 1, PROBES).astype(int)
-    ours, theirs = np.asarray(drafter.transfer(rows_VD[probes])), table_VR[probes].astype(np.float32)
+    probes = _probes(len(rows_VD))
+    check_directions(np.asarray(drafter.transfer(rows_VD[probes])), table_VR[probes], source)
+
+
+def _probes(rows: int):
+    import numpy as np
+
+    return np.linspace(0, rows - 1, PROBES).astype(int)
+
+
+def check_directions(ours, theirs, source: str) -> None:
+    """Raise ValueError unless the rows of two arrays [n,R] point the same way on average."""
+    import numpy as np
+
+    ours, theirs = ours.astype(np.float32), theirs.astype(np.float32)
     cosine = (ours * theirs).sum(-1) / np.maximum(np.linalg.norm(ours, axis=-1) * np.linalg.norm(theirs, axis=-1), 1e-9)
-    if cosine.mean() < 0.99:
+    if not cosine.mean() > 0.99:
         raise ValueError(f"{source} does not fit the target's LM head (mean cosine {cosine.mean():.3f}): this drafter belongs to another target")
 
 
@@ -189,8 +210,8 @@ def write_hf_target(target_path: str, output: Path, *, dtype: str) -> None:
 
 def model_card(config: DrafterConfig, target: TargetConfig, source: Path, target_path: str, dtype: str, results: Path | None) -> str:
     """README.md of a served folder: what the drafter is, its target, its data, measured tau, how to launch it."""
-    K, name = config.block_size, Path(target_path).name
-    title = {"dflash": "DFlash", "dflash2": "DFlash2", "domino": "Domino", "dspine": "DSpine"}[config.method]
+    K, J, name = config.block_size, config.num_draft_tokens, Path(target_path).name
+    title = {"dflash": "DFlash", "dflash2": "DFlash2", "domino": "Domino", "dspark": "DSpark", "dspine": "DSpine"}[config.method]
     shape = f"{config.num_layers} layers, {config.block_attention} attention in the block, taps after target layers {list(config.target_layer_ids)}"
     lines = [
         f"# {title} drafter for {name}",
@@ -200,7 +221,7 @@ def model_card(config: DrafterConfig, target: TargetConfig, source: Path, target
         "| | |",
         "|---|---|",
         f"| target | {name}: {target.family}, {target.num_layers} layers, width {target.hidden_size}, {target.vocab_size} embedding rows; no other |",
-        f"| block size | {K}: the last verified token and {K - 1} drafts; a verify pass of the target is {K} tokens wide |",
+        f"| block size | {K} slots, {J} drafts a round; a verify pass of the target takes them and the last verified token, {J + 1} |",
         f"| chat template mode of the training prompts | {config.template_mode or 'not recorded'} |",
         *(f"| {key} | {value} |" for key, value in _training(source)),
         "",
@@ -214,14 +235,14 @@ def model_card(config: DrafterConfig, target: TargetConfig, source: Path, target
         *(["pip install dspine-sglang          # the model class; serve/sglang of the repository"] if config.method == "dspine" else []),
         "python -m sglang.launch_server \\",
         f"  --model-path {name} --dtype bfloat16 \\",
-        "  --speculative-algorithm DFLASH \\",
+        f"  --speculative-algorithm {'DSPARK' if config.method == 'dspark' else 'DFLASH'} \\",
         "  --speculative-draft-model-path <this folder> \\",
-        f"  --speculative-num-draft-tokens {K} \\",
+        f"  --speculative-num-draft-tokens {J + 1} \\",
         "  --speculative-draft-model-quantization unquant \\",
         "  --speculative-draft-attention-backend triton",
         "```",
         "",
-        f"SGLang counts the block ({K}), vLLM's `num_speculative_tokens` the drafts ({K - 1}). Every drafted token is verified by the target.",
+        f"SGLang counts the verified tokens ({J + 1}), vLLM's `num_speculative_tokens` the drafts ({J}). Every drafted token is verified by the target.",
     ]
     return "\n".join(lines) + "\n"
 

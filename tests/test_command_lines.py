@@ -1,4 +1,4 @@
-"""Every option of the six command lines and every training setting does something (G01); unset means default (G04); dspine-generate as a whole.
+"""Every option of the seven command lines and every training setting does something (G01); unset means default (G04); dspine-generate as a whole.
 
 A row of a table gives two settings of one option and what must differ between them. A report that only repeats the
 option's value is no effect: rows look at text, rounds, arrays, shapes, files and exit codes.
@@ -29,8 +29,9 @@ from chats import PLAIN as PLAIN_TEMPLATE
 from chats import THINKING, assistant, make_tokenizer, user, write_chat_target, write_jsonl, write_text
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from test_gguf_io import write_tokenizer
 
-from dspine_jax import memory, replay, speculative
+from dspine_jax import memory, replay, speculative, weight_folder
 from dspine_jax.config import DataConfig, DrafterConfig, TargetConfig, TrainConfig
 from dspine_jax.config_io import read_config, save_config
 from dspine_jax.drafter import Drafter
@@ -42,7 +43,7 @@ from dspine_jax.sharding import tree_shardings
 from dspine_jax.speculative import DecodeSettings
 from dspine_jax.target import Target
 from dspine_jax.target_io import read_target_config
-from serve import decoding, evaluate, generate, plots
+from serve import decoding, evaluate, export, generate, plots
 from serve.environment import default_dtype
 from train import convert, data, loop, prepare, pretrain
 from train import main as training
@@ -125,6 +126,8 @@ def files(tmp_path_factory) -> Path:
         if method == "dspine":
             drafter.transfer.basis.set_value(jnp.asarray(np.random.default_rng(seed - 1).normal(size=(16, 8)), jnp.float32))
         save_drafter(root / name, drafter)
+    scored = {"folders": [str(root / "dspine")], "policy": "own", "benchmarks": {"one": {"full": {"rounds": 2, "tau_pooled": 2.5}}}, "full_average_tau": 2.5}
+    (root / "results.json").write_text(json.dumps({"temperatures": {"T0.0": {"methods": {"dspine": scored}}}}))
     (root / "one.jsonl").write_text('{"prompt": "w10 w20"}\n')
     (root / "two.jsonl").write_text('{"prompt": "w10 w20"}\n{"turns": ["w30 w40 w50", "w60"]}\n')
     (root / "empty.jsonl").write_text("\n")
@@ -793,6 +796,52 @@ def test_convert_writes_where_output_says_and_over_a_folder_only_when_told(files
     assert replaced.code == 0 and array("tokens")(replaced) != array("tokens")(first)
 
 
+# ---- dspine-export: G01 -------------------------------------------------------------------------
+
+
+def run_export(root: Path, text: str, folder: Path) -> Outcome:
+    return call(export.main, [*filled(text, root), "--output", str(folder)], Outcome(folder=folder))
+
+
+def weights(outcome: Outcome) -> dict:
+    return {name: (str(x.dtype), x.tobytes()) for name, x in load_file(outcome.folder / "model.safetensors").items()}
+
+
+EXPORT = [
+    Row("drafter", "{dspine}", "{dflash}", weights, "--target {target}"),
+    Row("--target", "", "--target {other}", weights, "{dspine} --target {target}"),  # the other LM head has another table T
+    Row("--import", "", "--import", lambda o: "architectures" in json.loads((o.folder / "config.json").read_text()), "{dspine} --target {target}"),
+    Row("--dtype", "", "--dtype float32", weights, "{dspine} --target {target}"),
+    Row("--verify", "", "--verify", exit_code, "{dspine} --target {target}"),  # with a careless disk
+    Row("--results", "", "--results {results.json}", lambda o: "2.50" in (o.folder / "README.md").read_text(), "{dspine} --target {target}"),
+]
+
+
+@pytest.mark.parametrize("row", EXPORT, ids=lambda row: row.option)
+def test_every_option_of_export_changes_something(row, files, tmp_path, monkeypatch):
+    """G01."""
+    if row.option == "--verify":
+        write = weight_folder.write_tensors
+        monkeypatch.setattr(weight_folder, "write_tensors", lambda folder, tensors: write(folder, tensors | {"norm.weight": -tensors["norm.weight"]}))
+    first, second = (run_export(files, f"{row.common} {setting}", tmp_path / name) for name, setting in (("1", row.first), ("2", row.second)))
+    assert first.code == 0, first.err
+    assert second.code == 0 or row.observe is exit_code
+    row.check(first, second)
+
+
+def test_export_writes_where_it_is_told_and_over_a_folder_only_when_told(files, tmp_path):
+    """The rows of --output, --overwrite and --target-output."""
+    first, second = (run_export(files, "{dspine} --target {target}", tmp_path / name) for name in ("1", "2"))
+    assert weights(first) == weights(second) and {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+    refused = run_export(files, "{dflash} --target {target}", tmp_path / "2")
+    assert refused.code == 2 and "is not empty" in refused.err and weights(refused) == weights(first)
+    replaced = run_export(files, "{dflash} --target {target} --overwrite", tmp_path / "2")
+    assert replaced.code == 0 and weights(replaced) != weights(first)
+    write_tokenizer(tmp_path / "target.gguf", "smollm")
+    assert call(export.main, ["--target", str(tmp_path / "target.gguf"), "--target-output", str(tmp_path / "3")]).code == 0
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "3").iterdir()}
+
+
 # ---- dspine-prepare: G01 ------------------------------------------------------------------------
 
 KEPT = "{talks.jsonl} --target {chat} --keep-answers --max-length 60"
@@ -1337,6 +1386,7 @@ SEPARATE = {  # rows that are tests of their own
     "dspine-generate": set(),
     "dspine-evaluate": {"--output"},
     "dspine-convert": {"--output", "--overwrite"},
+    "dspine-export": {"--output", "--overwrite", "--target-output"},
     "dspine-prepare": {"--output", "--overwrite"},
     "python -m train.pretrain": {"--output"},
     "dspine-train": {"config", "--set", "--print-config"},
@@ -1345,6 +1395,7 @@ COMMANDS = {
     "dspine-generate": (generate, GENERATE, "--target t hello"),
     "dspine-evaluate": (evaluate, EVALUATE, "--target t --drafter d --data x --output o"),
     "dspine-convert": (convert, CONVERT, "a.npz --output o"),
+    "dspine-export": (export, EXPORT, "d --target t --output o"),
     "dspine-prepare": (prepare, PREPARE, "a.jsonl --self-prompts 3 --target t --output o"),  # else the options of own prompts are refused
     "python -m train.pretrain": (pretrain, PRETRAIN, "--tokenizer t --output o"),
     "dspine-train": (training, [], "config.py"),
@@ -1375,6 +1426,7 @@ PARSERS = {
     "dspine-generate": generate.parse_args,
     "dspine-evaluate": evaluate.parse_args,
     "dspine-convert": convert._parse_args,
+    "dspine-export": export.parse_args,
     "dspine-prepare": prepare.parse_args,
     "python -m train.pretrain": lambda argv: pretrain.build_parser().parse_args(argv),
     "dspine-train": lambda argv: training.build_parser().parse_args(argv),
@@ -1407,6 +1459,10 @@ MAY_BE_NONE = {
         "prompt_columns": "256, in a benchmark file 512",
         "template_mode": "not recorded",
         "tokenizer": "not recorded",
+    },
+    "dspine-export": {
+        "results": "the model card says that nothing was measured",
+        "target_output": "the target is not written",
     },
     "dspine-prepare": {
         "tokenizer": "the target's own",

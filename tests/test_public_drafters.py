@@ -69,7 +69,9 @@ def test_keys_are_read_where_public_folders_have_them(folder, changes, field, va
     ("changes", "words"),
     [
         ({"dflash_config": {"projector_type": "domino"}}, "gru_hidden_dim is None, expected a whole number"),
-        ({"projector_type": "dspark"}, "projector_type 'dspark' is another drafter"),
+        ({"projector_type": "eagle3"}, "projector_type 'eagle3' is another drafter"),
+        ({"projector_type": "dspark"}, "markov_rank is None, expected a whole number"),
+        ({"speculators_model_type": "dflash"}, "the layout of vllm-project/speculators"),
         ({"projector_type": "domino", "gru_hidden_dim": 8, "emb_dim": 8, "pure_draft_prefix_len": 2}, "pure_draft_prefix_len 2 is not supported"),
         ({"selector_rank": 64}, "conv_kernel_size is None, expected a whole number"),
         ({"markov_rank": 256}, "markov_rank is 256: this is another drafter"),

@@ -87,6 +87,18 @@ def build(config, weights: Iterable | None = None, **options):
     return model.eval()
 
 
+def unused_tensors(model: torch.nn.Module, folder: Path) -> set[str]:
+    """Names in a folder that no parameter of the model holds; fails where a parameter is not exactly its source."""
+    sources, used = tensors_of(folder), set()
+    stacked = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for name, parameter in model.named_parameters():
+        if not name.startswith(("lm_head.", "embed_tokens.")):  # the target's
+            parts = next(([name.replace(whole, part) for part in names] for whole, names in stacked.items() if whole in name), [name])
+            assert torch.equal(parameter, torch.cat([sources[part] for part in parts])), name
+            used |= set(parts)
+    return set(sources) - used
+
+
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 

@@ -16,6 +16,7 @@ import sys
 from types import SimpleNamespace
 
 import harness
+import near_ties
 import pytest
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
@@ -41,10 +42,10 @@ def tiny(golden_folder) -> harness.Case:
 
 
 def config_with(folder, **changes):
-    """config.json of a folder with changed keys; dspine_*, block_size and label_shift go into dflash_config."""
+    """config.json of a folder with changed keys; None in dflash_config leaves a key out. dspine_*, num_tokens, block_size and label_shift go there."""
     config = harness.config_of(folder)
     for name, value in changes.items():
-        if name.startswith("dspine_") or name == "label_shift":
+        if name.startswith("dspine_") or name in ("num_tokens", "block_size", "label_shift"):
             config.dflash_config = {k: v for k, v in (config.dflash_config | {name: value}).items() if v is not None}
         else:
             setattr(config, name, value)
@@ -106,6 +107,12 @@ def test_another_release_is_refused_and_may_be_tried(monkeypatch, caplog):
     assert "0.5.99" in caplog.text
 
 
+def test_a_registry_that_is_no_dict_is_refused(monkeypatch):
+    monkeypatch.setattr(ModelRegistry, "models", ())
+    with pytest.raises(RuntimeError, match="ModelRegistry.models is no dict"):
+        compat.check()
+
+
 def test_what_the_worker_uses_is_as_recorded():
     assert compat.differences(compat.SIGNATURES) == []
     worker = "sglang.srt.speculative.dflash_worker_v2"
@@ -160,17 +167,7 @@ def test_sglang_reads_the_exported_config(case):
 
 
 def test_every_parameter_is_its_source(case):
-    sources, used = harness.tensors_of(case.folder), set()
-    for name, parameter in case.model.named_parameters():
-        if name.startswith("lm_head."):
-            continue
-        parts = [name]
-        for stacked, names in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
-            if stacked in name:
-                parts = [name.replace(stacked, part) for part in names]
-        assert torch.equal(parameter, torch.cat([sources[part] for part in parts])), name
-        used |= set(parts)
-    assert used == set(sources)
+    assert not harness.unused_tensors(case.model, case.folder)
 
 
 def test_weights_must_be_exactly_those_of_the_config(tiny):
@@ -211,13 +208,24 @@ def test_attention_is_causal_in_the_block(case):
         ({"dspine_top_k": None}, "dspine_top_k is None"),
         ({"dspine_rank": None}, "dspine_rank is None"),
         ({"dspine_version": 2}, "dspine_version is 2"),
+        ({"dspine_version": None}, "dspine_version is None"),
         ({"dspine_layers": [0]}, "no write to redo"),
+        ({"dspine_layers": None}, "dspine_layers is None"),
+        ({"dspine_layers": [0, 2]}, r"dspine_layers is \[0, 2\], expected draft layers of 0..1"),
+        ({"num_tokens": None}, "num_tokens is None"),
+        ({"block_size": None}, "block_size is None"),
         ({"label_shift": "shifted"}, "label_shift is 'shifted'"),
     ],
 )
 def test_configs_that_are_not_served(tiny, changes, words):
     with pytest.raises(ValueError, match=words):
         harness.build(config_with(tiny.folder, **changes))
+
+
+def test_layers_that_are_not_causal_are_refused_however_they_came_about(tiny, monkeypatch):
+    monkeypatch.setattr("sglang.srt.models.dflash._get_dflash_attention_type", lambda config, *, default: AttentionType.ENCODER_ONLY)
+    with pytest.raises(ValueError, match="layer 0 was built with attention .*, not causal in the block"):
+        harness.build(harness.config_of(tiny.folder))
 
 
 def test_servers_that_are_not_served(tiny, monkeypatch):
@@ -367,15 +375,19 @@ def test_an_empty_batch(tiny):
     assert out.hidden_states.shape == (0, 128)
 
 
-def test_bfloat16_drafts_nearly_the_same(golden_folder):
+def test_bfloat16_drafts_differ_at_near_ties_only(golden_folder):
+    """At the trained drafter's 200 anchors, against the tokens of fp32; tests/test_torch_reference.py says where the bounds come from."""
     half = harness.Case(golden_folder / "demo", torch.bfloat16)
     assert half.model.transfer.mean.dtype == half.model.transfer.basis.dtype == torch.float32
     rows = half.run()
     assert rows.dtype == torch.bfloat16
     ids, scores = lattice(half, rows)
     assert scores.dtype == torch.float32
-    agree = (walk(half, ids, scores)[0] == half.golden["path"]).float().mean()
-    assert agree > 0.9, agree
+    tokens = walk(half, ids, scores)[0]
+    found = near_ties.partings(half.golden, tokens, ids, half.model.keys.num_tokens)
+    print(f"{(tokens == half.golden['path']).float().mean():.4f}", *found, sep="\n")
+    assert len(tokens) == 200 and len(found) < 30
+    assert all(parting.margin < 0.05 for parting in found)
 
 
 def test_an_add_norm_that_overwrites_its_arguments_changes_nothing(tiny, monkeypatch):
