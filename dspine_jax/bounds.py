@@ -1,6 +1,6 @@
-"""How far a drafter could get without being changed: with true features, and with a tree of drafts read from its table.
+"""How far a drafter could get: with true features at its layers, as it is or trained so, and with a tree of drafts read from its table.
 
-Both give, at anchors along a stored greedy text, how many drafts in a row would be accepted, so ``replay.walk_judged`` turns them into tau.
+At anchors along a stored greedy text both say how many drafts in a row would be accepted, so ``replay.walk_judged`` turns them into tau.
 """
 
 from __future__ import annotations
@@ -13,12 +13,37 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dspine_jax.anchors import Blocks
+from dspine_jax.config import DrafterConfig, LossConfig
 from dspine_jax.drafter import Drafter
-from dspine_jax.objective import run_blocks
-from dspine_jax.probes import STATIC, block_input, check_sets, only_anchor, read_out, run_layer, slot_tokens
+from dspine_jax.losses import cross_entropy, dpace_weights, slot_weights, weighted_mean
+from dspine_jax.metrics import simulated_acceptance, slot_accuracy
+from dspine_jax.objective import row_context, run_blocks
+from dspine_jax.probes import STATIC, Context, block_input, check_sets, only_anchor, read_out, run_layer, slot_tokens
 from dspine_jax.replay import compiled, over_anchors
 from dspine_jax.selection import pair_table
+from dspine_jax.sharding import constrain_batch
 from dspine_jax.target import Target
+
+
+def check_true_feature_sets(config: DrafterConfig, sets: tuple[tuple[int, ...], ...]) -> None:
+    """Raises ValueError for a drafter without injection and for layers that do not inject."""
+    if config.injection is None:
+        raise ValueError(f"this {config.method} drafter injects nothing (drafter.injection): it reads no features that could be true")
+    check_sets(sets, config.num_layers)
+    silent = [layer for layers in sets for layer in layers if layer not in config.injection_layers]
+    if silent:
+        injecting = ",".join(map(str, config.injection_layers))
+        raise ValueError(f"layer {silent[0]} does not inject, only {injecting} do: it reads no features that could be true")
+
+
+def last_stream_with_true_features(drafter: Drafter, target: Target, context: Context, blocks: Blocks, layers: tuple[int, ...], dtype) -> jax.Array:
+    """The stream that leaves the last layer, [B,N,K,D], where at ``layers`` slot i reads T of the text's token before it."""
+    known_K = only_anchor(drafter.config)
+    x, feature_BNKR = block_input(drafter, target, slot_tokens(blocks), known_K, dtype)
+    for index in range(drafter.config.num_layers):
+        x, _ = run_layer(drafter, index, x, context, blocks, feature_BNKR, jnp.ones_like(known_K) if index in layers else known_K)
+    return x
 
 
 def make_true_feature_drafting(
@@ -29,17 +54,12 @@ def make_true_feature_drafting(
     ``(tokens [B,S], anchors [B,N]) -> drafts [B,N,Z,J]`` for Z sets of layers, best tokens over the whole vocabulary. A slot counts only while all before
     it are right, and then its true predecessors are the drafted ones: the accepted length is that of drafting slot by slot. The last layer alone is
     the product's own path without its limit to P candidates; no layer is the base path. The drafter was trained with predicted features
-    at the other layers, so this bounds what better predictions can bring *this* drafter, not what training with true ones would.
+    at the other layers, so this bounds what better predictions can bring *this* drafter; for what features can give at all, train one with true ones
+    (``true_feature_objective``) and ask it.
 
     Raises ValueError for a drafter without injection and for layers that do not inject.
     """
-    if drafter.config.injection is None:
-        raise ValueError(f"this {drafter.config.method} drafter injects nothing (drafter.injection): it reads no features that could be true")
-    check_sets(sets, drafter.config.num_layers)
-    silent = [layer for layers in sets for layer in layers if layer not in drafter.config.injection_layers]
-    if silent:
-        injecting = ",".join(map(str, drafter.config.injection_layers))
-        raise ValueError(f"layer {silent[0]} does not inject, only {injecting} do: it reads no features that could be true")
+    check_true_feature_sets(drafter.config, sets)
     return compiled(_true_features, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk, sets=sets)
 
 
@@ -48,17 +68,50 @@ def _true_features(drafter_state, target_state, tokens_BS, anchors_BN, *, drafte
     drafter, target = nnx.merge(drafter_graph, drafter_state), nnx.merge(target_graph, target_state)
 
     def use(context, blocks):
-        known_K = only_anchor(drafter.config)
-        noise, feature_BNKR = block_input(drafter, target, slot_tokens(blocks), known_K, dtype)
-        drafts = []
-        for layers in sets:
-            x = noise
-            for index in range(drafter.config.num_layers):
-                x, _ = run_layer(drafter, index, x, context, blocks, feature_BNKR, jnp.ones_like(known_K) if index in layers else known_K)
-            drafts.append(read_out(drafter, target, x[:, :, 1:]))
-        return jnp.stack(drafts, axis=2)
+        streams = [last_stream_with_true_features(drafter, target, context, blocks, layers, dtype) for layers in sets]
+        return jnp.stack([read_out(drafter, target, x[:, :, 1:]) for x in streams], axis=2)
 
     return over_anchors(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, use)[0]
+
+
+def true_feature_objective(
+    layers: tuple[int, ...],
+    drafter: Drafter,
+    target: Target,
+    tokens_BS: jax.Array,
+    blocks: Blocks,
+    loss_config: LossConfig,
+    dtype,
+    *,
+    progress: jax.Array | float = 0.0,
+) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+    """In ``block_objective``'s place: trains a DSpine drafter that reads true features at ``layers``, for the bound of what features can give.
+
+    The loss is ce_weight x CE of the last stream's logits, weighted as in ``block_objective``; base path and predicted features have no part in
+    it. Raises ValueError for layers that do not inject and for a loss with L1.
+    """
+    check_true_feature_sets(drafter.config, (layers,))
+    if loss_config.l1_weight > 0:
+        raise ValueError(f"loss.l1_weight {loss_config.l1_weight} is not read by the bound with true features; set it to 0")
+    read = target(tokens_BS, target_layer_ids=drafter.config.target_layer_ids, dtype=dtype)
+    context = row_context(drafter, constrain_batch(jax.lax.stop_gradient(read.tapped_BTE)))
+    x = last_stream_with_true_features(drafter, target, context, blocks, layers, dtype)
+    hidden_BTD = constrain_batch(drafter.norm(x)[:, :, 1:].reshape(x.shape[0], -1, x.shape[-1]))
+    labels_BNJ, mask_BNJ = blocks.labels_BNJ, blocks.eval_mask_BNJ
+    labels_BT = labels_BNJ.reshape(len(labels_BNJ), -1)
+    ce_BT, best_BT = cross_entropy(hidden_BTD, target.output_embedding_VD, labels_BT, target.config.num_tokens, loss_config.vocab_chunk)
+    ce_BNJ, correct_BNJ = ce_BT.reshape(labels_BNJ.shape), (best_BT == labels_BT).reshape(labels_BNJ.shape)
+    if loss_config.dpace_alpha is None:
+        weights_BNJ = slot_weights(mask_BNJ, loss_config.loss_decay_gamma)
+    else:
+        weights_BNJ = dpace_weights(ce_BNJ, mask_BNJ, loss_config.dpace_alpha)
+    loss = loss_config.ce_weight * weighted_mean(ce_BNJ, weights_BNJ)
+    return loss, {
+        "accuracy_conditioned": slot_accuracy(correct_BNJ, mask_BNJ),
+        "simulated_tau/conditioned": simulated_acceptance(correct_BNJ, mask_BNJ),
+        "loss/total": (loss, jnp.float32(1)),
+        "supervised_tokens": (mask_BNJ.sum().astype(jnp.float32), jnp.float32(1)),
+    }
 
 
 def tree_accepted(table_xJPP: jax.Array, ids_xJP: jax.Array, text_xJ: jax.Array, sizes: tuple[int, ...]) -> jax.Array:

@@ -1,6 +1,7 @@
 """Probes: every figure against a slow and obviously right one on tiny models, and the command from files to figures."""
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import json
@@ -14,16 +15,19 @@ from flax import nnx
 
 from dspine_jax import probes
 from dspine_jax.anchors import make_blocks
-from dspine_jax.bounds import make_tree_replay, make_true_feature_drafting, tree_accepted
+from dspine_jax.bounds import make_tree_replay, make_true_feature_drafting, tree_accepted, true_feature_objective
+from dspine_jax.config import DataConfig, LogConfig, LossConfig
+from dspine_jax.config_io import save_config
 from dspine_jax.drafter import Drafter
 from dspine_jax.drafter_io import save_drafter
 from dspine_jax.layers import rms_norm
-from dspine_jax.objective import row_context, run_blocks
+from dspine_jax.objective import block_objective, row_context, run_blocks
 from dspine_jax.replay import make_drafting, replay_rows, replay_shape
 from dspine_jax.selection import anchor_features
 from dspine_jax.vocabulary import vocabulary_logits
 from pallas_kernels.transition import greedy_walk
 from serve import probe, probe_scores
+from train import bound
 from train.data import Manifest, write_dataset
 
 FEW = dict(vocab_size=16, num_tokens=9, eos_token_ids=())  # so that untrained drafters are right now and then
@@ -284,6 +288,37 @@ def test_true_features_in_the_last_write_alone_are_the_conditioned_path(target, 
         np.testing.assert_array_equal(drafts[:, :, z], expected)
 
 
+def test_the_loss_with_true_features_is_the_conditioned_one_and_a_slow_one(target, text):
+    """Of the last layer alone: the product's loss without its base and feature terms, gradients too. Of all: by hand."""
+    drafter = make_drafter(target, "dspine")
+    tokens_BS, anchors_BN = (jnp.asarray(x) for x in text)
+    supervised = jnp.arange(20)[None] >= jnp.array([[5], [0]])
+    blocks = make_blocks(tokens_BS, supervised, anchors_BN, jnp.ones_like(anchors_BN, bool), block_size=K, mask_token_id=tiny.MASK_ID)
+    loss_config = LossConfig(base_weight=0.0, feature_weight=0.0, loss_decay_gamma=3.0, ce_weight=0.7)
+    graph, params, rest = nnx.split(drafter, nnx.Param, ...)
+
+    def loss_of(objective):
+        return jax.jit(jax.value_and_grad(lambda p: objective(nnx.merge(graph, p, rest), target, tokens_BS, blocks, loss_config, jnp.float32)[0]))(params)
+
+    (ours, gradient), (product, expected) = (loss_of(f) for f in (functools.partial(true_feature_objective, (LAYERS - 1,)), block_objective))
+    assert float(ours) == pytest.approx(float(product), rel=1e-5)
+    assert all(tiny.relative_l2(a, b) < 1e-4 for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected)))
+
+    total = weight = 0.0
+    for b, n in itertools.product(range(2), range(6)):
+        slow = Slow(drafter, target, tokens_BS[b], anchors_BN[b, n])
+        x = slow.streams(slow.text_K, ())[0]
+        for index in range(LAYERS):
+            x = slow.layer(index, x, [True] * K, slow.text_K)
+        logits_KV = rms_norm(x, drafter.norm.weight[...], 1e-6) @ target.output_embedding_VD[: FEW["num_tokens"]].T
+        for k in range(1, K):
+            if anchors_BN[b, n] + k < 20 and supervised[b, anchors_BN[b, n] + k]:
+                w = np.exp(-(k - 1) / 3.0)
+                total, weight = total - w * float(jax.nn.log_softmax(logits_KV[k])[slow.text_K[k]]), weight + w
+    every, _ = loss_of(functools.partial(true_feature_objective, (0, 1, 2)))
+    assert float(every) == pytest.approx(0.7 * total / weight, rel=1e-4) and float(every) != pytest.approx(float(ours), rel=1e-3)
+
+
 # ---- trees ---------------------------------------------------------------------------------------
 
 
@@ -462,6 +497,32 @@ def test_what_a_drafter_cannot_be_asked_is_left_out_and_said(files, capsys):
     assert set(results["probes"]) == {"readout", "tau"} and set(results["left_out"]) == {"prefix", "predecessor", "injection", "bound", "tree"}
     assert "prefix: left out, in the shifted layout" in capsys.readouterr().out
     assert set(results["probes"]["tau"]["full"]) == {"product"}
+
+
+def test_a_bound_is_trained_in_a_workdir_of_its_own(files, tmp_path, capsys):
+    config = tiny.train_config("dspine", steps=2, target=str(files / "target"), workdir=str(tmp_path / "bound"), log=LogConfig(every=1))
+    config = dataclasses.replace(config, data=DataConfig(path=str(files / "data" / "first"), batch_size=8))
+    save_config(config, tmp_path / "c.json")
+    (tmp_path / "c.py").write_text(f"from dspine_jax.config_io import read_config\nconfig = read_config({str(tmp_path / 'c.json')!r})\n")
+    command = [str(tmp_path / "c.py"), "--layers"]
+    assert bound.main([*command, "all"]) == 0
+    drafter = tmp_path / "bound" / "drafter"
+    logged = [json.loads(line) for line in (tmp_path / "bound" / "metrics.jsonl").read_text().splitlines()]
+    assert len(logged) == 2 and not any("loss/feature" in line for line in logged)
+    capsys.readouterr()
+    (tmp_path / "product" / "checkpoints").mkdir(parents=True)
+    for extra, words in [
+        (["0"], f"{tmp_path / 'bound'} holds a bound with true features at 0,1; use a new workdir for true features at 0"),
+        (["all", "--set", f"workdir={tmp_path / 'product'}"], "holds the product's training"),
+        (["5"], "layer 5 of the set 5 is outside 0..1"),
+        (["x"], "--layers 'x' is no set of layers"),
+        (["all", "--set", "drafter.injection=none"], "injects nothing"),
+        (["all", "--set", "loss.l1_weight=1"], "loss.l1_weight 1.0 is not read"),
+    ]:
+        assert bound.main([*command, *extra]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and words in error and error.count("\n") == 1
+    assert probe.main([*arguments(files, "dspine", "--probes", "tau", "--prompts", "1"), "--drafter", str(drafter)]) == 0
 
 
 @pytest.mark.parametrize(
