@@ -19,27 +19,22 @@ from dspine_jax.bounds import make_tree_replay, make_true_feature_drafting, tree
 from dspine_jax.config import DataConfig, LogConfig, LossConfig
 from dspine_jax.config_io import save_config
 from dspine_jax.drafter import Drafter
-from dspine_jax.drafter_io import save_drafter
+from dspine_jax.drafter_io import load_drafter, save_drafter
 from dspine_jax.layers import rms_norm
 from dspine_jax.objective import block_objective, row_context, run_blocks
 from dspine_jax.replay import make_drafting, replay_rows, replay_shape
 from dspine_jax.selection import anchor_features
+from dspine_jax.target_io import read_target_config
 from dspine_jax.vocabulary import vocabulary_logits
 from pallas_kernels.transition import greedy_walk
 from serve import probe, probe_scores
 from train import bound
 from train.data import Manifest, write_dataset
 
-FEW = dict(vocab_size=16, num_tokens=9, eos_token_ids=())  # so that untrained drafters are right now and then
+FEW = dict(vocab_size=16, num_tokens=6, eos_token_ids=())  # so that untrained drafters are right now and then
 K, LAYERS = 5, 3
-SETS = ((), (0, 2), (0, 1, 2))
-METHODS = {
-    "dflash": ("dflash", {}),
-    "causal": ("dflash", {"block_attention": "causal"}),
-    "dspine": ("dspine", {}),
-    "dspine, layers 0 and 2": ("dspine", {}),
-    "dflash2": ("dflash2", {}),
-}
+SETS = ((), (1,), (0, 1, 2))
+METHODS = ("dflash", "dspine, layers 0 and 2", "dflash2")
 DTYPE = dict(dtype=jnp.float32, anchors_per_chunk=3)
 
 
@@ -57,17 +52,18 @@ def target():
 def text():
     """Rows [2,S] and anchors [2,6], the last of which have labels past the row's end."""
     rng = np.random.default_rng(3)
-    return rng.integers(4, 9, (2, 20)).astype(np.int32), np.stack([rng.permutation(np.arange(2, 18))[:6], [3, 4, 5, 16, 17, 18]]).astype(np.int32)
+    return rng.integers(4, 6, (2, 20)).astype(np.int32), np.stack([rng.permutation(np.arange(2, 18))[:6], [3, 4, 5, 16, 17, 18]]).astype(np.int32)
 
 
-def make_drafter(target, name: str, **changes) -> Drafter:
-    method, sizes = METHODS.get(name, (name, {}))
+def make_drafter(target, name: str) -> Drafter:
     injected = {"layers": (0, 2)} if "layers" in name else {}
-    config = tiny.train_config(method, injection=injected, drafter={"block_size": K, "num_layers": LAYERS} | sizes | changes).drafter.resolve(target.config)
+    config = tiny.train_config(name.split(",")[0], injection=injected, drafter={"block_size": K, "num_layers": LAYERS}).drafter.resolve(target.config)
     drafter = Drafter(config, rngs=nnx.Rngs(4))
     tiny.randomise(drafter, 5)
-    if method == "dspine":
+    if config.injection is not None:
         drafter.transfer.basis.set_value(jnp.asarray(np.random.default_rng(6).normal(size=(64, 16)), jnp.float32))
+        for module in drafter.injections.values():  # strong enough to change what is read
+            module.message.kernel.set_value(8 * module.message.kernel[...])
     return drafter
 
 
@@ -149,29 +145,30 @@ def test_readout_and_context_equal_slow_ones(drafter, target, text):
     seen = jax.tree.map(np.asarray, probes.make_context_probe(drafter, target, SETS, **DTYPE)(tokens_BS, anchors_BN))
     drafts = np.asarray(make_drafting(drafter, target, **DTYPE)(tokens_BS, anchors_BN))
     assert readout.shape == (2, 6, LAYERS, K - 1) and seen["filled"].shape == (2, 6, K - 2, len(SETS), K - 1)
-    for b, n in ((0, 1), (1, 4)):
+    for b, n in itertools.product(range(2), range(6)):
         slow = Slow(drafter, target, jnp.asarray(tokens_BS[b]), anchors_BN[b, n])
         right = lambda x, slow=slow: slow.best(x)[1:] == slow.text_K[1:]  # noqa: E731
-        plain = slow.streams(slow.text_K, ())
-        np.testing.assert_array_equal(readout[b, n], [right(x) for x in plain[1:]])
-        np.testing.assert_array_equal(seen["plain"][b, n], right(plain[-1]))
+        known = [slow.streams(slow.text_K, range(1, m + 1)) for m in range(K - 1)]  # by how many tokens are known
+        np.testing.assert_array_equal(readout[b, n], [right(x) for x in known[0][1:]])
+        np.testing.assert_array_equal(seen["plain"][b, n], right(known[0][-1]))
         for m in range(1, K - 1):
-            prefix, history = range(1, m + 1), range(1, m)
-            longer, shorter = slow.streams(slow.text_K, prefix), slow.streams(slow.text_K, history)
             swapped_K = slow.text_K.copy()
             swapped_K[m] = drafts[b, n, m - 1]
             assert seen["draft_right"][b, n, m - 1] == (swapped_K[m] == slow.text_K[m])
-            for name, streams in (("correct", longer), ("undecided", shorter), ("drafted", slow.streams(swapped_K, prefix))):
+            drafted = slow.streams(swapped_K, range(1, m + 1))
+            for name, streams in (("correct", known[m]), ("undecided", known[m - 1]), ("drafted", drafted)):
                 assert seen[name][b, n, m - 1] == right(streams[-1])[m], name
             for z, layers in enumerate(SETS):
-                filled = slow.streams(slow.text_K, (), longer, prefix, layers)
+                filled = slow.streams(slow.text_K, (), known[m], range(1, m + 1), layers)
                 np.testing.assert_array_equal(seen["filled"][b, n, m - 1, z], right(filled[-1]))
-                supplied = slow.streams(slow.text_K, history, longer, (m,), layers)
+                supplied = slow.streams(slow.text_K, range(1, m), known[m], (m,), layers)
                 assert seen["supplied"][b, n, m - 1, z] == right(supplied[-1])[m]
     np.testing.assert_array_equal(seen["filled"][:, :, :, 0], np.broadcast_to(seen["plain"][:, :, None], seen["filled"][:, :, :, 0].shape))
     np.testing.assert_array_equal(seen["supplied"][..., 0], seen["undecided"])
     np.testing.assert_array_equal(seen["supplied"][..., -1], seen["correct"])
-    assert seen["correct"].any() and not seen["correct"].all() and (seen["correct"] != seen["undecided"]).any()
+    # Otherwise nothing was compared.
+    assert all((seen["correct"] != seen[name]).any() for name in ("undecided", "drafted", "draft_right"))
+    assert (seen["filled"][:, :, :, 0] != seen["filled"][:, :, :, -1]).any()
 
 
 def test_streams_equal_slow_ones_and_keep_to_the_product_and_the_donor(drafter, target, text):
@@ -231,9 +228,8 @@ def test_a_shifted_drafter_is_read_and_its_prefix_refused(target, text, method):
 # ---- DSpine's own views and the bound ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dspine", "dspine, layers 0 and 2"])
-def test_injection_views_and_true_features_equal_slow_ones(target, text, name):
-    drafter = make_drafter(target, name)
+def test_injection_views_and_true_features_equal_slow_ones(target, text):
+    drafter = make_drafter(target, "dspine, layers 0 and 2")
     tokens_BS, anchors_BN = text
     injected = drafter.config.injection_layers
     sets = ((), (2,), (0,), injected)
@@ -291,7 +287,7 @@ def test_true_features_in_the_last_write_alone_are_the_conditioned_path(target, 
 def test_the_loss_with_true_features_is_the_conditioned_one_and_a_slow_one(target, text):
     """Of the last layer alone: the product's loss without its base and feature terms, gradients too. Of all: by hand."""
     drafter = make_drafter(target, "dspine")
-    tokens_BS, anchors_BN = (jnp.asarray(x) for x in text)
+    tokens_BS, anchors_BN = jnp.asarray(text[0]), jnp.asarray(text[1][:, 2:5])
     supervised = jnp.arange(20)[None] >= jnp.array([[5], [0]])
     blocks = make_blocks(tokens_BS, supervised, anchors_BN, jnp.ones_like(anchors_BN, bool), block_size=K, mask_token_id=tiny.MASK_ID)
     loss_config = LossConfig(base_weight=0.0, feature_weight=0.0, loss_decay_gamma=3.0, ce_weight=0.7)
@@ -305,7 +301,7 @@ def test_the_loss_with_true_features_is_the_conditioned_one_and_a_slow_one(targe
     assert all(tiny.relative_l2(a, b) < 1e-4 for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected)))
 
     total = weight = 0.0
-    for b, n in itertools.product(range(2), range(6)):
+    for b, n in itertools.product(range(2), range(3)):
         slow = Slow(drafter, target, tokens_BS[b], anchors_BN[b, n])
         x = slow.streams(slow.text_K, ())[0]
         for index in range(LAYERS):
@@ -316,7 +312,7 @@ def test_the_loss_with_true_features_is_the_conditioned_one_and_a_slow_one(targe
                 w = np.exp(-(k - 1) / 3.0)
                 total, weight = total - w * float(jax.nn.log_softmax(logits_KV[k])[slow.text_K[k]]), weight + w
     every, _ = loss_of(functools.partial(true_feature_objective, (0, 1, 2)))
-    assert float(every) == pytest.approx(0.7 * total / weight, rel=1e-4) and float(every) != pytest.approx(float(ours), rel=1e-3)
+    assert float(every) == pytest.approx(0.7 * total / weight, rel=1e-5) and float(every) != pytest.approx(float(ours), rel=1e-4)
 
 
 # ---- trees ---------------------------------------------------------------------------------------
@@ -506,7 +502,7 @@ def test_a_bound_is_trained_in_a_workdir_of_its_own(files, tmp_path, capsys):
     (tmp_path / "c.py").write_text(f"from dspine_jax.config_io import read_config\nconfig = read_config({str(tmp_path / 'c.json')!r})\n")
     command = [str(tmp_path / "c.py"), "--layers"]
     assert bound.main([*command, "all"]) == 0
-    drafter = tmp_path / "bound" / "drafter"
+    assert load_drafter(tmp_path / "bound" / "drafter", read_target_config(files / "target")).config.injection_layers == (0, 1)
     logged = [json.loads(line) for line in (tmp_path / "bound" / "metrics.jsonl").read_text().splitlines()]
     assert len(logged) == 2 and not any("loss/feature" in line for line in logged)
     capsys.readouterr()
@@ -522,7 +518,6 @@ def test_a_bound_is_trained_in_a_workdir_of_its_own(files, tmp_path, capsys):
         assert bound.main([*command, *extra]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and words in error and error.count("\n") == 1
-    assert probe.main([*arguments(files, "dspine", "--probes", "tau", "--prompts", "1"), "--drafter", str(drafter)]) == 0
 
 
 @pytest.mark.parametrize(
