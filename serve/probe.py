@@ -21,7 +21,8 @@ EPILOG = """examples:
 probes: readout (any drafter with layers); prefix, predecessor (same-position layout); injection (DSpine); tau: acceptance lengths of the product,
 with true features at sets of layers (DSpine), and of best-first trees read from the table of pairs (DSpine, DFlash2). What a drafter cannot be
 asked is left out and said.
-Sets of one size can be compared: the same number of deliveries, earlier or later. Written to --output: probe.json, probe.md, probe.png."""
+Sets of one size can be compared: the same number of deliveries, earlier or later. Written to --output: probe.json, probe.md, probe.png, and parts/:
+finished probes, which a second run of the same command takes over."""
 
 
 def layer_set(text: str) -> tuple[str, tuple[int, ...]]:
@@ -45,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="HF folder or GGUF file (default: the embedded demo, with its DSpine drafter and its data)")
     parser.add_argument("--drafter", help="drafter folder (default: the demo's DSpine drafter)")
     parser.add_argument("--data", type=Path, help="dataset folder of greedy continuations, or a folder of them (default: the demo's)")
-    parser.add_argument("--output", type=Path, default=Path("out/probe"), help="folder for results (default out/probe)")
+    parser.add_argument("--output", type=Path, default=Path("out/probe"), help="folder for results (default out/probe); one for each drafter")
     parser.add_argument("--probes", nargs="+", choices=PROBES, default=list(PROBES), help="what to ask (default: all)")
     parser.add_argument(
         "--layers", type=layer_set, action="append", metavar="[LABEL=]0,1", help="a set of layers, repeatable (default: early and late half, and all)"
@@ -104,11 +105,13 @@ class Probing:
         from dspine_jax.probes import check_sets
         from dspine_jax.prompt_lookup import PromptLookup
         from dspine_jax.target_io import load_target, read_target_config
+        from serve import probe_scores
         from serve.benchmarks import stored_benchmarks
         from serve.drafters import open_drafter
         from serve.environment import default_dtype
+        from serve.evaluate import Parts, content_hash
 
-        self.args = args
+        self.args, self.scores = args, probe_scores
         args.dtype = args.dtype or default_dtype()
         config = read_target_config(args.target)
         self.drafter = open_drafter(args.drafter, config, dtype=jnp.dtype(args.dtype))
@@ -125,86 +128,114 @@ class Probing:
         self.prompts, self.answers = ([row[i] for row in self.rows] for i in (1, 2))
         self.num_drafts = self.drafter.config.num_draft_tokens
         self.target = load_target(args.target, dtype=jnp.dtype(args.dtype))
+        self.models = self.drafter, self.target
         self.options = dict(dtype=jnp.dtype(args.dtype), anchors_per_chunk=args.anchors_per_chunk)
+        self.valid = [probe_scores.valid_labels(len(answer), self.num_drafts, args.every) for answer in self.answers]
+        self.parts = Parts(args.output / "parts")
+        text = [(name, prompt, answer.tolist()) for name, prompt, answer in self.rows]
+        self.origin = (content_hash(Path(args.target)), content_hash(Path(args.drafter)), args.dtype, text)
 
-    def replay(self, judging, name: str, every: int = 1) -> list:
-        """What ``judging`` says along the answers, a tree of arrays a row."""
+    def replay(self, make_judging, *extra, name: str, every: int = 1) -> list:
+        """What a judging says along the answers, a tree of arrays a row."""
         from tqdm import tqdm
 
         from dspine_jax.replay import replay_rows, replay_shape
 
+        judging = make_judging(*self.models, *extra, **self.options)
         shape = replay_shape(self.prompts, self.answers, batch_size=self.args.batch_size, anchors_per_chunk=self.args.anchors_per_chunk, every=every)
         with tqdm(total=len(self.rows), desc=name, unit="prompt", mininterval=0.5 if sys.stderr.isatty() else 30) as progress:
             return replay_rows(judging, self.prompts, self.answers, on_rows=progress.update, **shape)
 
+    def readout(self) -> dict:
+        """Accuracy of every layer's stream, by draft."""
+        from dspine_jax.probes import make_readout_probe
+
+        right = self.replay(make_readout_probe, name="readout", every=self.args.every)
+        anchors = [int(n) for n in sum(keep.sum(axis=0) for keep in self.valid)]
+        return {"readout": {"accuracy": self.scores.by_layer_and_draft(right, self.valid), "anchors": anchors}}
+
+    def known_tokens(self) -> dict:
+        """Both probes of known tokens, which share their runs."""
+        from dspine_jax.probes import make_context_probe
+
+        seen = self.replay(make_context_probe, tuple(self.sets.values()), name="prefix and predecessor", every=self.args.every)
+        gains = {"prefix": self.scores.prefix_gains, "predecessor": self.scores.predecessor_gains}
+        return {name: gains_of(seen, self.valid, list(self.sets)) for name, gains_of in gains.items()}
+
+    def injection(self) -> dict:
+        """Gates, writes and predicted features, by injected layer and slot."""
+        from dspine_jax.probes import make_injection_probe
+
+        seen = self.replay(make_injection_probe, name="injection", every=self.args.every)
+        views = {name: self.scores.by_layer_and_draft([row[name] for row in seen], self.valid) for name in ("gate", "write", "cosine", "nearest")}
+        return {"injection": {"layers": list(self.drafter.config.injection_layers)} | views}
+
+    def left_out(self) -> dict[str, str]:
+        """What of --probes this drafter cannot be asked, and why; "bound" and "tree" are parts of tau."""
+        from dspine_jax.probes import refusal
+
+        config, asked, reasons = self.drafter.config, self.args.probes, {}
+        if reason := refusal(config):
+            reasons |= dict.fromkeys(("prefix", "predecessor"), reason)
+        if config.injection is None:
+            reasons |= {"injection": f"a {config.method} drafter injects nothing", "bound": f"a {config.method} drafter reads no features that could be true"}
+        if not config.scores_pairs:
+            reasons["tree"] = f"this {config.method} drafter has no table of pairs to read a tree from"
+        return {name: reason for name, reason in reasons.items() if ("tau" if name in ("bound", "tree") else name) in asked}
+
     def run(self) -> dict:
-        """Every probe that was asked for. -> the content of probe.json."""
-        from dspine_jax import probes
-        from serve import probe_scores as scores
+        """Every probe that was asked for, those of an earlier run with the same inputs taken over. -> the content of probe.json."""
         from serve.environment import environment
 
-        args, found, left_out = self.args, {}, {}
-        valid = [scores.valid_labels(len(answer), self.num_drafts, args.every) for answer in self.answers]
-        models = self.drafter, self.target
-        if "readout" in args.probes:
-            right = self.replay(probes.make_readout_probe(*models, **self.options), "readout", args.every)
-            found["readout"] = {"accuracy": scores.by_layer_and_draft(right, valid), "anchors": [int(n) for n in sum(keep.sum(axis=0) for keep in valid)]}
-        asked = [name for name in ("prefix", "predecessor") if name in args.probes]
-        if reason := probes.refusal(self.drafter.config):
-            left_out |= dict.fromkeys(asked, reason)
-        elif asked:
-            seen = self.replay(probes.make_context_probe(*models, tuple(self.sets.values()), **self.options), "known tokens", args.every)
-            gains = {"prefix": scores.prefix_gains, "predecessor": scores.predecessor_gains}
-            found |= {name: gains[name](seen, valid, list(self.sets)) for name in asked}
-        if "injection" in args.probes:
-            if self.drafter.config.injection is None:
-                left_out["injection"] = f"a {self.drafter.config.method} drafter injects nothing"
-            else:
-                seen = self.replay(probes.make_injection_probe(*models, **self.options), "injection", args.every)
-                views = {name: scores.by_layer_and_draft([row[name] for row in seen], valid) for name in ("gate", "write", "cosine", "nearest")}
-                found["injection"] = {"layers": list(self.drafter.config.injection_layers)} | views
-        if "tau" in args.probes:
-            found["tau"] = self.tau(left_out)
+        args, left_out, found = self.args, self.left_out(), {}
+        every, sets = args.every, self.sets
+        known = self.known_tokens, (every, sets)
+        makers = {"prefix": known, "predecessor": known, "readout": (self.readout, every), "injection": (self.injection, every)}
+        makers["tau"] = self.tau, (sets, args.tree_nodes)
+        for name in PROBES:
+            if name in args.probes and name not in left_out:
+                make, inputs = makers[name]
+                found[name] = self.parts.get(make.__name__, (self.origin, inputs), make)[name]
         head = {name: str(getattr(args, name)) for name in ("target", "drafter", "data", "dtype")} | {"method": self.drafter.config.method}
         head |= {"prompts": len(self.rows), "every": args.every, "num_draft_tokens": self.num_drafts, "environment": environment()}
         return head | {"sets": {label: list(layers) for label, layers in self.sets.items()}, "probes": found, "left_out": left_out}
 
     def bound_sets(self) -> dict[str, tuple[int, ...]]:
-        """Where the bound reads true features: nowhere, in the last write alone (the product's own path), at the injecting layers of each set."""
+        """Where the bound reads true features: nowhere, in the last write alone (the product's own path), at the injecting layers of each set, and there and
+        in the last write."""
         config = self.drafter.config
-        sets = {"predicted features": ()}
-        if config.redoes_last_write:
-            sets["true, last write"] = (config.num_layers - 1,)
-        injecting = {label: tuple(layer for layer in layers if layer in config.injection_layers) for label, layers in self.sets.items()}
-        return sets | {f"true, {label}": layers for label, layers in injecting.items() if layers}
+        if config.injection is None:
+            return {}
+        sets: dict[str, tuple[int, ...]] = {"predicted features": ()}
+        last = (config.num_layers - 1,) if config.redoes_last_write else ()
+        if last:
+            sets["true, last write"] = last
+        for label, chosen in self.sets.items():
+            layers = tuple(layer for layer in chosen if layer in config.injection_layers)
+            if layers:
+                sets[f"true, {label}"] = layers
+                if not set(last) <= set(layers):
+                    sets[f"true, {label} and last write"] = layers + last
+        return sets
 
-    def tau(self, left_out: dict[str, str]) -> dict:
-        """Acceptance lengths of the product, the bound and the trees; what a drafter has none of is noted in ``left_out``."""
+    def tau(self) -> dict:
+        """Acceptance lengths of the product, the bound and the trees, of what the drafter has."""
         import numpy as np
 
         from dspine_jax.bounds import make_tree_replay, make_true_feature_drafting
         from dspine_jax.replay import loop_onset, make_drafting, text_after_anchors, walk_judged
-        from serve.probe_scores import taus
 
-        config, models, J = self.drafter.config, (self.drafter, self.target), self.num_drafts
+        J, sets, sizes = self.num_drafts, self.bound_sets(), self.args.tree_nodes
         text = [text_after_anchors(answer, max(len(answer) - 1, 0), J) for answer in self.answers]
-        drafts = self.replay(make_drafting(*models, **self.options), "product")
+        drafts = self.replay(make_drafting, name="tau: product")
         accepted = {"product": [ours == text_TJ for ours, text_TJ in zip(drafts, text)]}  # by way: [answer-1, J] bool a row
-        sets = {}
-        if config.injection is None:
-            left_out["bound"] = f"a {config.method} drafter reads no features that could be true"
-        else:
-            sets = self.bound_sets()
-            drafts = self.replay(make_true_feature_drafting(*models, tuple(sets.values()), **self.options), "true features")
-            for z, label in enumerate(sets):
-                accepted[label] = [ours[:, z] == text_TJ for ours, text_TJ in zip(drafts, text)]
-        if not config.scores_pairs:
-            left_out["tree"] = f"this {config.method} drafter has no table of pairs to read a tree from"
-        else:
-            depths = self.replay(make_tree_replay(*models, tuple(self.args.tree_nodes), **self.options), "trees")
-            for z, size in enumerate(self.args.tree_nodes):
-                accepted[f"tree of {size}"] = [np.arange(J) < depth[:, z, None] for depth in depths]
-        found = {"bound_layers": {label: list(layers) for label, layers in sets.items()}}
+        if sets:
+            drafts = self.replay(make_true_feature_drafting, tuple(sets.values()), name="tau: true features")
+            accepted |= {label: [ours[:, z] == text_TJ for ours, text_TJ in zip(drafts, text)] for z, label in enumerate(sets)}
+        if self.drafter.config.scores_pairs:
+            depths = self.replay(make_tree_replay, tuple(sizes), name="tau: trees")
+            accepted |= {f"tree of {size}": [np.arange(J) < depth[:, z, None] for depth in depths] for z, size in enumerate(sizes)}
+        found: dict = {"bound_layers": {label: list(layers) for label, layers in sets.items()}}
         for scope in ("full", "onset"):
             rounds: dict = {way: {} for way in accepted}
             for way, rows in accepted.items():
@@ -212,8 +243,8 @@ class Probing:
                     end = loop_onset(answer) if scope == "onset" else None
                     walk = walk_judged(len(answer), accept_TJ, end, np.full(len(accept_TJ), J))
                     rounds[way].setdefault(name, []).append(walk)
-            found[scope] = taus(rounds, J, "product")
-        return found
+            found[scope] = self.scores.taus(rounds, J, "product")
+        return {"tau": found}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,23 +18,33 @@ def readout(axes, found: dict, results: dict) -> None:
     axes.legend(fontsize=7)
 
 
-def prefix(axes, found: dict, results: dict) -> None:
-    lengths = [entry["known"] for entry in found["by_length"]]
+def gains(axes, entries: list[dict], places: str, key: str, results: dict) -> None:
+    """A gain of every set of layers along ``places``."""
     for label, layers in results["sets"].items():
-        values = [entry["sets"][label]["gain_tokens"] for entry in found["by_length"]]
-        axes.plot(*known(lengths, values), "o-", markersize=3, label=f"{label} ({','.join(map(str, layers))})")
+        values = [entry["sets"][label][key] for entry in entries]
+        axes.plot(*known([entry[places] for entry in entries], values), "o-", markersize=3, label=f"{label} ({','.join(map(str, layers))})")
     axes.axhline(0.0, color="grey", linewidth=0.8)
+
+
+def prefix(axes, found: dict, results: dict) -> None:
+    gains(axes, found["by_length"], "known", "gain_tokens", results)
     axes.set(title="correct prefix filled at layers", xlabel="tokens in the prefix", ylabel="gain, correct tokens in a row")
     axes.legend(fontsize=7)
 
 
 def predecessor(axes, found: dict, results: dict) -> None:
     slots = [entry["slot"] for entry in found["by_slot"]]
-    for name, style in (("correct", "k-"), ("drafted", "k:"), ("undecided", "k--")):
-        axes.plot(*known(slots, [entry[f"{name}_percent"] for entry in found["by_slot"]]), style, label=name)
-    for label in results["sets"]:
-        axes.plot(*known(slots, [entry["sets"][label]["percent"] for entry in found["by_slot"]]), "o-", markersize=3, label=f"supplied, {label}")
-    axes.set(title="the slot before, earlier history correct", xlabel="slot", ylabel="accuracy, percent")
+    for name, style in (("correct", "-"), ("drafted", ":"), ("undecided", "--")):
+        axes.plot(*known(slots, [entry[f"{name}_percent"] for entry in found["by_slot"]]), f"k{style}", label=name)
+    axes.set(title="accuracy by the slot before, earlier history correct", xlabel="slot", ylabel="accuracy, percent")
+    axes.legend(fontsize=7)
+
+
+def supplied(axes, found: dict, results: dict) -> None:
+    gains(axes, found["by_slot"], "slot", "gain_points", results)
+    slots, losses = known([entry["slot"] for entry in found["by_slot"]], [entry["loss_points"] for entry in found["by_slot"]])
+    axes.plot(slots, [-loss for loss in losses], "k:", label="as drafted, against correct")
+    axes.set(title="correct predecessor supplied at layers, against undecided", xlabel="slot", ylabel="difference, points")
     axes.legend(fontsize=7)
 
 
@@ -63,7 +73,7 @@ def tau(axes, found: dict, results: dict) -> None:
 PANELS = {
     "readout": [readout],
     "prefix": [prefix],
-    "predecessor": [predecessor],
+    "predecessor": [predecessor, supplied],
     "injection": [view("gate", "gate, mean over channels"), view("write", "write over stream"), view("cosine", "cosine of predicted feature and T"),
                   view("nearest", "true token nearest to predicted feature")],
     "tau": [tau],
@@ -78,12 +88,13 @@ def draw(results: dict, output: Path) -> None:
     from matplotlib import pyplot as plt
 
     panels = [(panel, found) for name, found in results["probes"].items() for panel in PANELS[name]]
-    rows = -(-len(panels) // 2)
-    figure, grid = plt.subplots(rows, 2, figsize=(12, 3.8 * rows), layout="constrained", squeeze=False)
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(5 * columns, 3.6 * rows), layout="constrained", squeeze=False)
     for axes, (panel, found) in zip(grid.flat, panels):
         panel(axes, found, results)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    figure.suptitle(f"{results['method']} {results['drafter']}")
-    figure.savefig(output, dpi=120)
+    figure.suptitle(f"{results['method']} {Path(results['drafter']).name}, {results['prompts']} prompts")
+    figure.savefig(output, dpi=80)
     plt.close(figure)
