@@ -44,8 +44,11 @@ class Round:
     tokens: int  # committed: accepted + 1, or accepted when the answer ends inside the draft
 
 
-def _blocks_at(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_BN: jax.Array, dtype, anchors_per_chunk: int, use):
-    """``use(block, anchor_feature, blocks)`` on chunks of anchors; leaves [B,chunk,...] come back as [B,N,...]. Also the target's last hidden states."""
+def over_anchors(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_BN: jax.Array, dtype, anchors_per_chunk: int, use):
+    """``use(context, blocks)`` on chunks of anchors; leaves [B,chunk,...] come back as [B,N,...]. Also the target's last hidden states [B,S,D].
+
+    context: ``row_context`` of the rows; blocks: ``Blocks`` of the chunk's anchors, ready for ``run_blocks``.
+    """
     config = drafter.config
     out = target(tokens_BS, target_layer_ids=config.target_layer_ids, dtype=dtype)
     context = row_context(drafter, out.tapped_BTE)
@@ -61,12 +64,20 @@ def _blocks_at(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_B
             mask_token_id=config.mask_token_id,
             num_predicting_slots=config.num_draft_tokens,
         )
-        block, anchor_feature = run_blocks(drafter, target, context, blocks, dtype)
-        return use(block, anchor_feature, blocks)
+        return use(context, blocks)
 
     B, N = anchors_BN.shape
     chunks = jax.lax.map(one_chunk, anchors_BN.reshape(B, N // anchors_per_chunk, anchors_per_chunk).swapaxes(0, 1))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(B, N, *x.shape[3:]), chunks), out.hidden_BTD
+
+
+def _blocks_at(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_BN: jax.Array, dtype, anchors_per_chunk: int, use):
+    """``over_anchors`` with ``use(block, anchor_feature, blocks)`` of the drafter's own pass."""
+
+    def run(context, blocks):
+        return use(*run_blocks(drafter, target, context, blocks, dtype), blocks)
+
+    return over_anchors(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, run)
 
 
 @functools.partial(jax.jit, static_argnames=("drafter_graph", "target_graph", "dtype", "anchors_per_chunk"))
@@ -137,7 +148,8 @@ def _pick(probs: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.take_along_axis(probs, ids[..., None], axis=-1)[..., 0]
 
 
-def _compiled(function, drafter: Drafter, target: Target, **static) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
+def compiled(function, drafter: Drafter, target: Target, **static) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
+    """``(tokens [B,S], anchors [B,N]) -> ...`` of a jitted function of both models' states and, as keywords, their graphs and ``static``."""
     drafter_graph, drafter_state = nnx.split(drafter)
     target_graph, target_state = nnx.split(target)
     static |= dict(drafter_graph=drafter_graph, target_graph=target_graph)
@@ -152,7 +164,7 @@ def make_drafting(drafter: Drafter | PromptLookup, target: Target, *, dtype, anc
     """
     if isinstance(drafter, PromptLookup):
         return functools.partial(lookups_at, config=drafter.config)
-    return _compiled(_draft, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
+    return compiled(_draft, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
 
 
 def make_confidences(drafter: Drafter, target: Target, *, dtype, anchors_per_chunk: int) -> Callable[[np.ndarray, np.ndarray], tuple[jax.Array, jax.Array]]:
@@ -162,7 +174,7 @@ def make_confidences(drafter: Drafter, target: Target, *, dtype, anchors_per_chu
     """
     if not drafter.config.confidence:
         raise ValueError(f"this {drafter.config.method} drafter has no confidence head (drafter.confidence)")
-    return _compiled(_confidences, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
+    return compiled(_confidences, drafter, target, dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk)
 
 
 def make_accept_odds(
@@ -176,7 +188,7 @@ def make_accept_odds(
     if isinstance(drafter, PromptLookup):
         return functools.partial(_lookup_odds, config=drafter.config)
     static = dict(dtype=jnp.dtype(dtype), anchors_per_chunk=anchors_per_chunk, sampling=sampling, policy=policy)
-    return _compiled(_accept_odds, drafter, target, **static)
+    return compiled(_accept_odds, drafter, target, **static)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -187,11 +199,12 @@ def _lookup_odds(tokens_BS: jax.Array, anchors_BN: jax.Array, *, config: PromptL
     return jnp.where(drafts_BNJ == NOT_PROPOSED, -1.0, (drafts_BNJ == text_BNJ).astype(jnp.float32))
 
 
-def replay_shape(prompts: Sequence, answers: Sequence, *, batch_size: int, anchors_per_chunk: int) -> dict[str, int]:
-    """The one shape that ``replay_rows`` gives all batches of these rows: {"batch_size", "width", "num_anchors"}."""
+def replay_shape(prompts: Sequence, answers: Sequence, *, batch_size: int, anchors_per_chunk: int, every: int = 1) -> dict[str, int]:
+    """The one shape that ``replay_rows`` gives all batches of these rows: {"batch_size", "width", "num_anchors", "every"}."""
     up = lambda value, step: -(-max(value, 1) // step) * step  # noqa: E731
     width = up(max(len(p) + len(a) for p, a in zip(prompts, answers)), 64)
-    return {"batch_size": batch_size, "width": width, "num_anchors": up(max(map(len, answers)), anchors_per_chunk)}
+    num_anchors = up(-(-max(map(len, answers)) // every), anchors_per_chunk)
+    return {"batch_size": batch_size, "width": width, "num_anchors": num_anchors, "every": every}
 
 
 def replay_rows(
@@ -202,24 +215,26 @@ def replay_rows(
     batch_size: int,
     width: int,
     num_anchors: int,
+    every: int = 1,
     on_rows: Callable[[int], object] = lambda count: None,
 ) -> list[np.ndarray]:
     """What ``judging`` (``make_drafting``, ``make_accept_odds``) says at every answer position: [answer-1, J] a row, ids or odds.
 
-    prompts, answers: token ids of each row. ``on_rows`` hears of every batch that is done.
+    prompts, answers: token ids of each row. ``every`` n: only at every n-th position, from the first. A ``judging`` that gives a tree of arrays
+    gives a tree a row. ``on_rows`` hears of every batch that is done.
     """
     judged = []
     for begin in range(0, len(prompts), batch_size):
         rows = range(begin, min(begin + batch_size, len(prompts)))
         tokens_BS = np.zeros((batch_size, width), np.int32)
         anchors_BN = np.zeros((batch_size, num_anchors), np.int32)
-        counts = [max(len(answers[row]) - 1, 0) for row in rows]
+        counts = [-(-max(len(answers[row]) - 1, 0) // every) for row in rows]
         for b, row in enumerate(rows):
             start, stop = len(prompts[row]), len(prompts[row]) + len(answers[row])
             tokens_BS[b, :start], tokens_BS[b, start:stop] = prompts[row], answers[row]
-            anchors_BN[b, : counts[b]] = start + np.arange(counts[b])
-        judged_BNJ = np.asarray(judging(tokens_BS, anchors_BN))
-        judged.extend(judged_BNJ[b, :count] for b, count in enumerate(counts))
+            anchors_BN[b, : counts[b]] = start + every * np.arange(counts[b])
+        of_batch = jax.tree.map(np.asarray, judging(tokens_BS, anchors_BN))
+        judged.extend(jax.tree.map(lambda x, b=b, count=count: x[b, :count], of_batch) for b, count in enumerate(counts))
         on_rows(len(rows))
     return judged
 

@@ -1,4 +1,4 @@
-"""Every option of the seven command lines and every training setting does something (G01); unset means default (G04); dspine-generate as a whole.
+"""Every option of the nine command lines and every training setting does something (G01); unset means default (G04); dspine-generate as a whole.
 
 A row of a table gives two settings of one option and what must differ between them. A report that only repeats the
 option's value is no effect: rows look at text, rounds, arrays, shapes, files and exit codes.
@@ -31,7 +31,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from test_gguf_io import write_tokenizer
 
-from dspine_jax import memory, replay, speculative, weight_folder
+from dspine_jax import bounds, memory, probes, replay, speculative, weight_folder
 from dspine_jax.config import DataConfig, DrafterConfig, TargetConfig, TrainConfig
 from dspine_jax.config_io import read_config, save_config
 from dspine_jax.drafter import Drafter
@@ -43,9 +43,9 @@ from dspine_jax.sharding import tree_shardings
 from dspine_jax.speculative import DecodeSettings
 from dspine_jax.target import Target
 from dspine_jax.target_io import read_target_config
-from serve import decoding, evaluate, export, generate, plots
+from serve import decoding, evaluate, export, generate, plots, probe, probe_plots
 from serve.environment import default_dtype
-from train import convert, data, loop, prepare, pretrain
+from train import bound, convert, data, loop, prepare, pretrain
 from train import main as training
 from train.data import Manifest, write_dataset
 from train.step import _initial_state, abstract_state, make_train_step
@@ -117,11 +117,10 @@ def files(tmp_path_factory) -> Path:
     (root / "shuffled" / "tokenizer.json").write_text(json.dumps(content))
     (root / "no_template" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     config = read_target_config(root / "target")
-    for name, method, seed in (("dspine", "dspine", 1), ("dflash", "dflash", 2), ("twin", "dspine", 3), ("dspark", "dspark", 4)):
-        drafter = Drafter(
-            tiny.train_config(method, drafter={"num_layers": 1, "target_layer_ids": (0,)}, injection={"transfer_size": 8}).drafter.resolve(config),
-            rngs=nnx.Rngs(seed),
-        )
+    kinds = (("dspine", "dspine", 1, 1), ("dflash", "dflash", 2, 1), ("twin", "dspine", 3, 1), ("dspark", "dspark", 4, 1), ("two_layers", "dspine", 5, 2))
+    for name, method, seed, layers in kinds:
+        sizes = {"num_layers": layers, "target_layer_ids": (0,)}
+        drafter = Drafter(tiny.train_config(method, drafter=sizes, injection={"transfer_size": 8}).drafter.resolve(config), rngs=nnx.Rngs(seed))
         tiny.randomise(drafter, seed)
         if method == "dspine":
             drafter.transfer.basis.set_value(jnp.asarray(np.random.default_rng(seed - 1).normal(size=(16, 8)), jnp.float32))
@@ -184,7 +183,7 @@ class Outcome:
     answers: list = dataclasses.field(default_factory=list)  # dspine-generate: with their rounds
     decoders: list = dataclasses.field(default_factory=list)  # every Decoder made
     started: list = dataclasses.field(default_factory=list)  # [B,S] of every prefill, or of the caches of a batch that is refilled
-    judged: list = dataclasses.field(default_factory=list)  # dspine-evaluate: every replay call
+    judged: list = dataclasses.field(default_factory=list)  # dspine-evaluate, serve.probe: every replay call
     fed: list = dataclasses.field(default_factory=list)  # train.pretrain: tokens of every batch
     folder: Path | None = None
 
@@ -744,6 +743,100 @@ def test_a_prompt_that_fills_the_context_does_not_end_an_evaluation(files, tmp_p
     assert run_evaluate(files, f"{WRITTEN} --benchmarks {tmp_path / 'full.jsonl'} --decode 1", tmp_path / "out").code == 0
 
 
+# ---- serve.probe: G01 ---------------------------------------------------------------------------
+
+
+def run_probe(root: Path, text: str, folder: Path) -> Outcome:
+    """Made-up judgements that depend on every weight and on what is asked, instead of compiled passes."""
+    outcome = Outcome(folder=folder)
+
+    def judging(kind: str):
+        def make(drafter, target, *settings, dtype, anchors_per_chunk):
+            weights = jax.tree.leaves((nnx.state(drafter), nnx.state(target)))
+            number = zlib.crc32(b"".join(np.asarray(x).tobytes() for x in weights) + repr(settings).encode())
+            L, J, Z = drafter.config.num_layers, drafter.config.num_draft_tokens, len(settings[0]) if settings else 0
+
+            def judge(tokens_BS, anchors_BN):
+                outcome.judged.append((kind, settings, weights[-1].dtype, dtype, anchors_per_chunk, tokens_BS, anchors_BN))
+                draw = lambda *shape: np.random.default_rng(number).uniform(size=(*anchors_BN.shape, *shape))  # noqa: E731
+                if kind == "readout":
+                    return draw(L, J) < 0.6
+                if kind == "context":
+                    by_m = {name: draw(J - 1) < 0.6 for name in ("correct", "undecided", "drafted", "draft_right")}
+                    return by_m | {"plain": draw(J) < 0.6, "filled": draw(J - 1, Z, J) < 0.6, "supplied": draw(J - 1, Z) < 0.6}
+                if kind == "injection":
+                    return {name: draw(len(drafter.config.injection_layers), J) for name in ("gate", "write", "cosine", "nearest")}
+                if kind == "tree":
+                    return np.floor(draw(Z) * (J + 1)).astype(int)
+                positions_BNJ = np.minimum(anchors_BN[..., None] + 1 + np.arange(J), tokens_BS.shape[1] - 1)
+                text_BNJ = tokens_BS[np.arange(len(tokens_BS))[:, None, None], positions_BNJ]
+                text = text_BNJ[:, :, None] if kind == "true" else text_BNJ
+                return np.where(draw(Z, J) < 0.6 if kind == "true" else draw(J) < 0.6, text, -1)
+
+            return judge
+
+        return make
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("readout", "context", "injection"):
+            patch.setattr(probes, f"make_{kind}_probe", judging(kind))
+        patch.setattr(replay, "make_drafting", judging("drafts"))
+        patch.setattr(bounds, "make_true_feature_drafting", judging("true"))
+        patch.setattr(bounds, "make_tree_replay", judging("tree"))
+        patch.setattr(probe_plots, "draw", lambda results, path: None)
+        return call(probe.main, [*filled(text, root), "--output", str(folder)], outcome)
+
+
+def probed_figures(outcome: Outcome) -> dict:
+    return json.loads((outcome.folder / "probe.json").read_text())["probes"]
+
+
+def asked(outcome: Outcome) -> set:
+    """What was asked with which settings."""
+    return {(kind, settings) for kind, settings, *_ in outcome.judged}
+
+
+PROBED = "--target {target} --drafter {two_layers} --data {data} --dtype float32 --batch-size 2"
+PROBE = [
+    Row("--target", "", "--target {other}", probed_figures, PROBED),
+    Row("--drafter", "", "--drafter {dspine}", probed_figures, PROBED),
+    Row("--data", "", "--data {data/first}", (texts, probed_figures), PROBED),
+    Row("--probes", "", "--probes readout", lambda o: {kind for kind, *_ in o.judged}, PROBED),
+    Row("--layers", "--layers a=0", "--layers a=1", (asked, probed_figures), PROBED),
+    Row("--tree-nodes", "", "--tree-nodes 4", asked, PROBED),
+    Row("--prompts", "", "--prompts 1", (texts, probed_figures), PROBED),
+    Row("--every", "", "--every 2", (lambda o: [judged[-1].tolist() for judged in o.judged], probed_figures), PROBED),
+    Row("--dtype", "", "--dtype bfloat16", (lambda o: {judged[2] for judged in o.judged}, lambda o: {judged[3] for judged in o.judged}), PROBED),
+    Row("--batch-size", "", "--batch-size 3", lambda o: {len(text) for text in texts(o)}, PROBED),
+    Row("--anchors-per-chunk", "", "--anchors-per-chunk 5", lambda o: {judged[4] for judged in o.judged}, PROBED),
+]
+
+
+@pytest.fixture(scope="module")
+def probed(files, tmp_path_factory):
+    return once_each(run_probe, files, lambda: tmp_path_factory.mktemp("probed"))
+
+
+@pytest.mark.parametrize("row", PROBE, ids=lambda row: row.option)
+def test_every_option_of_probe_changes_something(row, probed):
+    """G01."""
+    first, second = (probed(f"{row.common} {setting}") for setting in (row.first, row.second))
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    row.check(first, second)
+
+
+def test_probe_writes_where_output_says_and_takes_over_what_is_finished(files, probed):
+    """The row of --output; only what was made from other inputs is asked again."""
+    first, second = probed(PROBED), probed(f"{PROBED} --target {{other}}")
+    assert first.folder != second.folder
+    assert all({path.name for path in outcome.folder.iterdir()} == {"parts", "probe.json", "probe.md"} for outcome in (first, second))
+    before, written = probed_figures(first), (first.folder / "probe.md").read_text()
+    again = run_probe(files, PROBED, first.folder)
+    assert again.code == 0 and not again.judged and probed_figures(again) == before and again.out == written
+    assert {kind for kind, *_ in run_probe(files, f"{PROBED} --tree-nodes 4", first.folder).judged} == {"drafts", "true", "tree"}
+    assert {kind for kind, *_ in run_probe(files, f"{PROBED} --every 2", first.folder).judged} == {"readout", "context", "injection", "drafts", "true", "tree"}
+
+
 # ---- dspine-convert: G01 ------------------------------------------------------------------------
 
 
@@ -1028,7 +1121,7 @@ class Ready(Exception):
     """All that a run needs is there; the first step would come next."""
 
 
-def plan(root: Path, argv: list[str], observe: Callable | None = None) -> tuple:
+def plan(root: Path, argv: list[str], observe: Callable | None = None, main: Callable = training.main) -> tuple:
     """Run dspine-train up to its first step. -> (exit code or what ``observe`` says of the run, standard output, standard error).
 
     ``observe`` gets a namespace of what the loop was given. The state holds shapes and layouts only: no random draw is compiled.
@@ -1040,8 +1133,8 @@ def plan(root: Path, argv: list[str], observe: Callable | None = None) -> tuple:
         abstract = abstract_state(config)[1]
         return jax.tree.map(lambda x, plan: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan), abstract, tree_shardings(abstract, mesh))
 
-    def stop(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir):
-        given = dict(config=config, mesh=mesh, graphdef=graphdef, target=target, state=state, iterator=iterator, workdir=workdir)
+    def stop(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir, objective):
+        given = dict(config=config, mesh=mesh, graphdef=graphdef, target=target, state=state, iterator=iterator, workdir=workdir, objective=objective)
         vars(seen).update(given)
         seen.result = observe(seen) if observe else None
         raise Ready
@@ -1051,7 +1144,7 @@ def plan(root: Path, argv: list[str], observe: Callable | None = None) -> tuple:
         patch.setattr(loop, "initial_state", shapes_only)
         patch.setattr(loop, "_train", stop)
         try:
-            result = training.main(argv)
+            result = main(argv)
         except Ready:
             result = seen.result
     return result, out.getvalue(), err.getvalue()
@@ -1076,7 +1169,7 @@ def base_config(files) -> Path:
 def traced(seen):
     """The training step for the shapes of the iterator's first batch."""
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in next(seen.iterator).items() if name in ("tokens", "loss_mask")}
-    return make_train_step(seen.config, seen.mesh, seen.graphdef, seen.target).trace(seen.state, nnx.split(seen.target)[1], batch)
+    return make_train_step(seen.config, seen.mesh, seen.graphdef, seen.target, seen.objective).trace(seen.state, nnx.split(seen.target)[1], batch)
 
 
 def step_text(seen) -> str:
@@ -1380,6 +1473,24 @@ def test_every_option_of_train_changes_something(files, base_config):
     assert code == 0 and json.loads(out)["workdir"] == str(files / "never") and not (files / "never").exists()
 
 
+def test_every_option_of_bound_changes_something(files, base_config, planned):
+    """G01: other layers are another step, and so is the product's; --set as in dspine-train."""
+    deeper = ["--set", "drafter.num_layers=2"]
+
+    def of_bound(layers: str, *sets: str) -> tuple:
+        argv = [str(base_config), "--layers", layers, "--set", f"workdir={files / f'bound {layers}'}", *deeper, *sets]
+        return plan(files, argv, step_text, bound.main)
+
+    steps = [of_bound(layers)[0] for layers in ("0", "1", "all")]
+    assert len({*steps, plan(files, [str(base_config), *deeper], step_text)[0]}) == 4 and all(isinstance(step, str) for step in steps)
+    assert of_bound("all", "--set", "loss.loss_decay_gamma=2")[0] not in steps
+    assert of_bound("all", "--set", "loss.loss_decay_gama=2")[0] == 2
+    flash = write_config(files / "bound_flash.py", dataclasses.replace(read_config(base_config.with_suffix(".json")), drafter=DrafterConfig(
+        mask_token_id=3, block_size=4, num_layers=2, target_layer_ids=(0,))))  # fmt: skip
+    code, _, err = plan(files, [str(flash), "--layers", "all"], step_text, bound.main)
+    assert code == 2 and "this dflash drafter injects nothing" in err
+
+
 # ---- no option without a row --------------------------------------------------------------------
 
 SEPARATE = {  # rows that are tests of their own
@@ -1390,6 +1501,8 @@ SEPARATE = {  # rows that are tests of their own
     "dspine-prepare": {"--output", "--overwrite"},
     "python -m train.pretrain": {"--output"},
     "dspine-train": {"config", "--set", "--print-config"},
+    "python -m serve.probe": {"--output"},
+    "python -m train.bound": {"config", "--layers", "--set"},
 }
 COMMANDS = {
     "dspine-generate": (generate, GENERATE, "--target t hello"),
@@ -1399,6 +1512,8 @@ COMMANDS = {
     "dspine-prepare": (prepare, PREPARE, "a.jsonl --self-prompts 3 --target t --output o"),  # else the options of own prompts are refused
     "python -m train.pretrain": (pretrain, PRETRAIN, "--tokenizer t --output o"),
     "dspine-train": (training, [], "config.py"),
+    "python -m serve.probe": (probe, PROBE, "--target t --drafter d --data x"),
+    "python -m train.bound": (bound, [], "config.py --layers all"),
 }
 
 
@@ -1430,6 +1545,8 @@ PARSERS = {
     "dspine-prepare": prepare.parse_args,
     "python -m train.pretrain": lambda argv: pretrain.build_parser().parse_args(argv),
     "dspine-train": lambda argv: training.build_parser().parse_args(argv),
+    "python -m serve.probe": probe.parse_args,
+    "python -m train.bound": lambda argv: bound.build_parser().parse_args(argv),
 }
 # Options that stay None when they are not given, and what that means.
 MAY_BE_NONE = {
@@ -1474,6 +1591,12 @@ MAY_BE_NONE = {
         "held_out": "no such loss is reported",
     },
     "dspine-train": {},
+    "python -m serve.probe": {
+        "layers": "early and late half, and all",
+        "prompts": "all of them",
+        "dtype": "bfloat16, on a CPU float32",
+    },
+    "python -m train.bound": {},
 }
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from dspine_jax.config import TargetConfig, TrainConfig
 from dspine_jax.config_io import config_from_dict, config_to_dict, save_config
 from dspine_jax.drafter_io import drafter_parameter_counts, save_drafter
+from dspine_jax.objective import block_objective
 from dspine_jax.sharding import assert_shardings, batch_sharding, check_batch, make_mesh, path_name, tree_shardings
 from dspine_jax.target import Target
 from dspine_jax.target_io import load_target, read_target_config
@@ -49,8 +51,8 @@ class NonFiniteError(RuntimeError):
     """Training met a non-finite loss or gradient it was told not to skip."""
 
 
-def run(config: TrainConfig) -> Path:
-    """Train to ``config.steps`` and return the exported drafter's folder.
+def run(config: TrainConfig, objective: Callable = block_objective) -> Path:
+    """Train to ``config.steps`` and return the exported drafter's folder. ``objective`` is called as ``block_objective``.
 
     A workdir with checkpoints is resumed at its last complete step: parameters, moments, anchors and
     batches continue bit for bit, on any mesh; ``init_from`` has no say then. Raises ValueError for an impossible config (before any
@@ -98,7 +100,7 @@ def run(config: TrainConfig) -> Path:
                 state = with_transfer_space(state, target, token_frequencies(data, target_config.vocab_size), config)
         assert_shardings(state, shardings)
         print(describe(config, mesh, data, nnx.merge(graphdef, state.params, state.frozen), resume_step))
-        state = _train(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir)
+        state = _train(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir, objective)
         replicated = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))((state.exported, state.frozen))
         if jax.process_index() == 0:
             save_drafter(workdir / "drafter", nnx.merge(graphdef, *replicated))
@@ -127,8 +129,8 @@ def identity_of(config: TrainConfig, target: TargetConfig, data: DatasetFolder) 
     return {"config": config_to_dict(config), "target": config_to_dict(target), "data": data.manifest.sha256}
 
 
-def _train(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir) -> TrainState:
-    train_step = make_train_step(config, mesh, graphdef, target)
+def _train(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir, objective=block_objective) -> TrainState:
+    train_step = make_train_step(config, mesh, graphdef, target, objective)
     target_state = nnx.split(target)[1]
     start = int(state.step)
     log = RunLog(workdir, start_step=start, total_steps=config.steps)

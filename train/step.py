@@ -128,11 +128,11 @@ def step_anchors(rng: jax.Array, step: jax.Array, loss_mask_BS: jax.Array, confi
 
 
 def make_train_step(
-    config: TrainConfig, mesh: Mesh, drafter_graph: nnx.GraphDef, target: Target
+    config: TrainConfig, mesh: Mesh, drafter_graph: nnx.GraphDef, target: Target, objective: Callable = block_objective
 ) -> Callable[[TrainState, nnx.State, dict[str, jax.Array]], tuple[TrainState, dict]]:
     """Jitted ``(state, target_state, batch) -> (state, metrics)``; the state is donated.
 
-    batch: tokens [B,S] int32, loss_mask [B,S] bool. metrics: (sum, weight) pairs plus learning rate,
+    ``objective`` is called as ``block_objective``. batch: tokens [B,S] int32, loss_mask [B,S] bool. metrics: (sum, weight) pairs plus learning rate,
     gradient norm and skip counters. A non-finite loss or gradient leaves parameters, moments and
     the update count bit for bit as they were, only counts the skip, and gives its metrics weight 0.
     """
@@ -162,7 +162,7 @@ def make_train_step(
         def loss_fn(params):
             drafter = nnx.merge(drafter_graph, params, state.frozen)
             progress = state.step.astype(jnp.float32) / config.steps
-            return block_objective(drafter, frozen_target, tokens_BS, blocks, config.loss, dtype, progress=progress)
+            return objective(drafter, frozen_target, tokens_BS, blocks, config.loss, dtype, progress=progress)
 
         (loss, metrics), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         norm = optax.tree.norm(gradients)
