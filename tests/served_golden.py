@@ -2,7 +2,7 @@
 
     python tests/served_golden.py FOLDER
 
-writes FOLDER/tiny, FOLDER/demo (DSpine), FOLDER/dflash and FOLDER/dspark_{vanilla,gated,rnn}, each with drafter/ (a served folder, fp32) and golden.npz.
+writes FOLDER/tiny, FOLDER/demo (DSpine), FOLDER/dflash and, of the names in RANDOM, random drafters, each with drafter/ (a served folder, fp32) and golden.npz.
 Arrays of golden.npz: embedding, head [V,D]; taps [B,S,M*D] of whole rows; for each of N anchors row_N, anchor_N (token), context_len_N; context keys and
 values [L,B,S,G,C]; hidden [N,K,D]; path [N,J], the greedy draft; argmax [N,J], each slot's own best token. DSpine also: pre_write [N,K,D]; candidate_ids,
 base_logits [N,J,P]; table [N,J,P,P]. DSpark also: corrected [N,J,V], logits along the path; confidence [N,J], its logits, where there is that head.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -30,6 +31,9 @@ from dspine_jax.vocabulary import vocabulary_logits
 from pallas_kernels.topk_logits import topk_logits
 from serve.export import export_drafter
 
+# Folder and kind of a tiny drafter.
+RANDOM = {"dflash2": "dflash2", "domino": "domino", "domino_same": "domino same position"}
+RANDOM |= {"dspark_vanilla": "dspark", "dspark_gated": "dspark gated", "dspark_rnn": "dspark rnn"}
 DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo"
 
 
@@ -45,16 +49,17 @@ def compute(drafter: Drafter, target: Target, taps: jax.Array, tokens_BS: jax.Ar
     features = anchor_features(drafter, U, anchor_BN)
     block = drafter(target.input_embedding_VD[ids], keys, values, anchors_BN, positions, features)
     path = select_greedy(drafter, target, block, anchor_BN, features)
-    blocks = {"anchor": anchor_BN, "context_len": anchors_BN, "hidden": block.hidden_BNKD, "path": path}
+    drafting = drafting_states(c, block)
+    base_BNJV = vocabulary_logits(drafting, U, num_tokens)
+    blocks = {"anchor": anchor_BN, "context_len": anchors_BN, "hidden": block.hidden_BNKD, "path": path, "argmax": base_BNJV.argmax(-1)}
     if c.method == "dspine":
         table, candidate_ids = transition_cache(drafter, block, U, features, num_tokens=num_tokens)
         base, _ = topk_logits(block.hidden_BNKD[:, :, 1:], U, c.injection.num_candidates, num_tokens=num_tokens)
-        blocks |= {"pre_write": block.pre_write_BNKD, "candidate_ids": candidate_ids, "base_logits": base, "table": table, "argmax": candidate_ids[..., 0]}
+        blocks |= {"pre_write": block.pre_write_BNKD, "candidate_ids": candidate_ids, "base_logits": base, "table": table}
     if c.method == "dspark":
-        hidden, previous = drafting_states(c, block), jnp.concatenate([anchor_BN[..., None], path[..., :-1]], axis=-1)
-        head, base = sequential_head(drafter, target), vocabulary_logits(hidden, U, num_tokens)
-        blocks |= {"corrected": base + correction(head, text_codes(head, hidden, previous)), "argmax": base.argmax(-1)}
-        blocks |= {"confidence": drafter.confidence_logits(hidden, previous)} if c.confidence else {}
+        head, previous = sequential_head(drafter, target), jnp.concatenate([anchor_BN[..., None], path[..., :-1]], axis=-1)
+        blocks |= {"corrected": base_BNJV + correction(head, text_codes(head, drafting, previous))}
+        blocks |= {"confidence": drafter.confidence_logits(drafting, previous)} if c.confidence else {}
     return {"keys": jnp.stack(keys), "values": jnp.stack(values), "blocks": blocks}
 
 
@@ -84,13 +89,17 @@ def tiny(folder: Path) -> None:
     write_golden(folder, folder / "own", folder / "target", random_tokens(3, 2, 30), anchors)
 
 
-def dspark(folder: Path, kind: str) -> None:
-    """A random DSpark drafter; every vocabulary row is usable, as servers know of no others."""
+def random(folder: Path, kind: str) -> None:
+    """A random drafter of another method; every vocabulary row is usable, as servers know of no others."""
     target = tiny_target(num_tokens=128)
     save_target(folder / "target", target, dtype=jnp.float32)
     drafter = tiny_drafter(target, kind)
-    codes = drafter.markov_head.markov_w2.embedding
-    codes[...] = 8 * codes[...]  # loud, or predecessors hardly change what is best
+    loud = {  # or predecessors hardly change what is best
+        "dflash2": lambda: drafter.candidate_selector.successor_codebook,
+        "dspark": lambda: drafter.markov_head.markov_w2.embedding,
+        "domino": lambda: drafter.embed_proj["2"].embedding,
+    }[drafter.config.method]()
+    loud[...] = 8 * loud[...]
     save_drafter(folder / "own", drafter)
     anchors = np.stack([np.arange(1, 26), np.arange(4, 29)])
     write_golden(folder, folder / "own", folder / "target", random_tokens(3, 2, 30), anchors)
@@ -115,9 +124,8 @@ def dflash(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    cases = {"tiny": tiny, "demo": demo, "dflash": dflash, "dspark_vanilla": lambda folder: dspark(folder, "dspark")}
-    cases |= {f"dspark_{kind}": lambda folder, kind=kind: dspark(folder, f"dspark {kind}") for kind in ("gated", "rnn")}
-    for name, write in cases.items():
+    cases = {"tiny": tiny, "demo": demo, "dflash": dflash}
+    for name, write in (cases | {name: partial(random, kind=kind) for name, kind in RANDOM.items()}).items():
         folder = Path(sys.argv[1]) / name
         folder.mkdir(parents=True, exist_ok=True)
         write(folder)
