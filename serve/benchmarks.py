@@ -28,7 +28,7 @@ def dataset_folders(path: Path) -> list[Path]:
         return [path]
     found = sorted(p.parent for p in path.glob("*/manifest.json"))
     if not found:
-        mend = "make one with dspine-prepare or dspine-convert (docs/data.md), or give JSONL prompts with --benchmarks"
+        mend = "make one with dspine-prepare or dspine-convert (docs/data.md), or give JSONL prompts to dspine-evaluate --benchmarks"
         raise FileNotFoundError(f"{path} holds no dataset folder; {mend}")
     return found
 

@@ -84,6 +84,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("drafter", "data"):
         if getattr(args, name) is None:
             parser.error(f"--{name} is needed with --target; only the demo brings its own")
+    if args.output.is_file():
+        parser.error(f"--output {args.output} is a file; give a folder")
     return args
 
 

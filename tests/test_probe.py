@@ -137,7 +137,7 @@ class Slow:
         return (normed @ np.asarray(self.target.output_embedding_VD, np.float64).T)[:, : FEW["num_tokens"]].argmax(-1)
 
 
-@pytest.mark.parametrize("drafter", ["dflash", "dspine, layers 0 and 2"], indirect=True)
+@pytest.mark.parametrize("drafter", ["dspine, layers 0 and 2"], indirect=True)  # the streams of others: below
 def test_readout_and_context_equal_slow_ones(drafter, target, text):
     """All arrays of both probes, at every m; an empty set fills nothing, all layers give what the donor gives."""
     tokens_BS, anchors_BN = text
@@ -145,7 +145,7 @@ def test_readout_and_context_equal_slow_ones(drafter, target, text):
     seen = jax.tree.map(np.asarray, probes.make_context_probe(drafter, target, SETS, **DTYPE)(tokens_BS, anchors_BN))
     drafts = np.asarray(make_drafting(drafter, target, **DTYPE)(tokens_BS, anchors_BN))
     assert readout.shape == (2, 6, LAYERS, K - 1) and seen["filled"].shape == (2, 6, K - 2, len(SETS), K - 1)
-    for b, n in itertools.product(range(2), range(6)):
+    for b, n in ((0, 1), (0, 4), (1, 5)):  # the last one's labels go past the row's end
         slow = Slow(drafter, target, jnp.asarray(tokens_BS[b]), anchors_BN[b, n])
         right = lambda x, slow=slow: slow.best(x)[1:] == slow.text_K[1:]  # noqa: E731
         known = [slow.streams(slow.text_K, range(1, m + 1)) for m in range(K - 1)]  # by how many tokens are known
@@ -203,7 +203,7 @@ def test_streams_equal_slow_ones_and_keep_to_the_product_and_the_donor(drafter, 
     assert all(tiny.relative_l2(a, b) > 1e-3 for a, b in itertools.combinations(apart, 2))
     if drafter.config.block_attention == "causal":  # the filled slots' own streams go on as they were
         assert tiny.relative_l2(filled[(0,)][-1][:, :, :3], plain[-1][:, :, :3]) < 1e-6
-    for b, n in ((0, 1), (1, 2)):
+    for b, n in ((1, 2),):
         slow = Slow(drafter, target, tokens_BS[b], anchors_BN[b, n])
         slow_donor = slow.streams(slow.text_K, (1, 2))
         pairs = [(donor, slow_donor), (plain, slow.streams(slow.text_K, ())), (supplied, slow.streams(slow.text_K, (1,), slow_donor, (2,), (0, 2)))]
@@ -211,7 +211,7 @@ def test_streams_equal_slow_ones_and_keep_to_the_product_and_the_donor(drafter, 
         assert all(tiny.relative_l2(a[b, n], slow_KD) < 1e-5 for fast, slower in pairs for a, slow_KD in zip(fast, slower))
 
 
-@pytest.mark.parametrize("method", ["dspark rnn", "domino"])
+@pytest.mark.parametrize("method", ["dspark rnn"])
 def test_a_shifted_drafter_is_read_and_its_prefix_refused(target, text, method):
     drafter = make_drafter(target, method)
     tokens_BS, anchors_BN = text
@@ -287,21 +287,22 @@ def test_true_features_in_the_last_write_alone_are_the_conditioned_path(target, 
 def test_the_loss_with_true_features_is_the_conditioned_one_and_a_slow_one(target, text):
     """Of the last layer alone: the product's loss without its base and feature terms, gradients too. Of all: by hand."""
     drafter = make_drafter(target, "dspine")
-    tokens_BS, anchors_BN = jnp.asarray(text[0]), jnp.asarray(text[1][:, 2:5])
+    tokens_BS, anchors_BN = jnp.asarray(text[0]), jnp.asarray(text[1][:, 2:4])
     supervised = jnp.arange(20)[None] >= jnp.array([[5], [0]])
     blocks = make_blocks(tokens_BS, supervised, anchors_BN, jnp.ones_like(anchors_BN, bool), block_size=K, mask_token_id=tiny.MASK_ID)
     loss_config = LossConfig(base_weight=0.0, feature_weight=0.0, loss_decay_gamma=3.0, ce_weight=0.7)
     graph, params, rest = nnx.split(drafter, nnx.Param, ...)
 
     def loss_of(objective):
-        return jax.jit(jax.value_and_grad(lambda p: objective(nnx.merge(graph, p, rest), target, tokens_BS, blocks, loss_config, jnp.float32)[0]))(params)
+        return lambda p: objective(nnx.merge(graph, p, rest), target, tokens_BS, blocks, loss_config, jnp.float32)[0]
 
-    (ours, gradient), (product, expected) = (loss_of(f) for f in (functools.partial(true_feature_objective, (LAYERS - 1,)), block_objective))
+    of_last, of_all = (loss_of(functools.partial(true_feature_objective, layers)) for layers in ((LAYERS - 1,), (0, 1, 2)))
+    (ours, gradient), (product, expected) = (jax.jit(jax.value_and_grad(f))(params) for f in (of_last, loss_of(block_objective)))
     assert float(ours) == pytest.approx(float(product), rel=1e-5)
     assert all(tiny.relative_l2(a, b) < 1e-4 for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected)))
 
     total = weight = 0.0
-    for b, n in itertools.product(range(2), range(3)):
+    for b, n in itertools.product(range(2), range(2)):
         slow = Slow(drafter, target, tokens_BS[b], anchors_BN[b, n])
         x = slow.streams(slow.text_K, ())[0]
         for index in range(LAYERS):
@@ -311,11 +312,14 @@ def test_the_loss_with_true_features_is_the_conditioned_one_and_a_slow_one(targe
             if anchors_BN[b, n] + k < 20 and supervised[b, anchors_BN[b, n] + k]:
                 w = np.exp(-(k - 1) / 3.0)
                 total, weight = total - w * float(jax.nn.log_softmax(logits_KV[k])[slow.text_K[k]]), weight + w
-    every, _ = loss_of(functools.partial(true_feature_objective, (0, 1, 2)))
+    every = jax.jit(of_all)(params)
     assert float(every) == pytest.approx(0.7 * total / weight, rel=1e-5) and float(every) != pytest.approx(float(ours), rel=1e-4)
 
 
 # ---- trees ---------------------------------------------------------------------------------------
+
+
+tree_of = jax.jit(tree_accepted, static_argnums=3)
 
 
 def slow_tree(table_JPP, ids_JP, size: int) -> set[tuple[int, ...]]:
@@ -352,7 +356,7 @@ def tables(seed: int, shape=(6,), J=4, P=4, scale=2.0):
 def test_a_tree_follows_the_text_as_far_as_one_built_by_a_heap(sizes):
     """To sizes beyond the 340 nodes there are."""
     table, ids, text = tables(0, (12,))
-    accepted = np.asarray(tree_accepted(table, ids, text, sizes))
+    accepted = np.asarray(tree_of(table, ids, text, sizes))
     for n, z in itertools.product(range(12), range(len(sizes))):
         nodes = slow_tree(table[n], ids[n], sizes[z])
         assert len(nodes) == min(sizes[z], 340)
@@ -367,7 +371,7 @@ def test_a_tree_of_one_path_is_the_greedy_walk():
     for depth in range(5):
         text = walked.copy()
         text[..., depth:] = 9
-        np.testing.assert_array_equal(tree_accepted(table, ids, text, (1, 2, 4)), np.minimum(depth, [1, 2, 4]) * np.ones((3, 40, 1), int))
+        np.testing.assert_array_equal(tree_of(table, ids, text, (1, 2, 4)), np.minimum(depth, [1, 2, 4]) * np.ones((3, 40, 1), int))
 
 
 @pytest.mark.parametrize("name", ["dspine", "dflash2"])
@@ -477,14 +481,15 @@ def test_from_files_to_figures(files, capsys):
     assert results["sets"] == {"first": [0], "1": [1]} and results["prompts"] == 4 and results["environment"]["versions"]["jax"] and results["left_out"] == {}
     found = results["probes"]
     assert set(found) == set(probe.PROBES) and len(found["readout"]["accuracy"]) == 2 and found["injection"]["layers"] == [0, 1]
-    assert set(found["tau"]["full"]) == {"product", "predicted features", "true, last write", "true, first", "true, 1", "tree of 2", "tree of 5"}
-    assert found["tau"]["full"]["true, 1"] == found["tau"]["full"]["true, last write"]
+    assert set(found["tau"]["full"]) == {
+        *("product", "predicted features", "true, last write", "true, first", "true, first and last write", "true, 1"),
+        *("tree of 2", "tree of 5"),
+    }
+    assert found["tau"]["bound_layers"]["true, first and last write"] == [0, 1] and found["tau"]["full"]["true, 1"] == found["tau"]["full"]["true, last write"]
     assert all(1 <= entry["tau"] <= 4 for scope in ("full", "onset") for entry in found["tau"][scope].values())
     assert set(found["prefix"]["all"]["sets"]) == set(found["predecessor"]["all"]["sets"]) == {"first", "1"}
-    anchors = found["readout"]["anchors"]
-    assert probe.main(arguments(files, "dspine", "--probes", "readout", "--every", "1")) == 0
-    more = json.loads((files / "out" / "probe.json").read_text())["probes"]
-    assert set(more) == {"readout"} and more["readout"]["anchors"][0] > anchors[0]
+    rows = [tiny.rows(3, seed=seed)[2][:2] for seed in range(2)]  # answers begin at 4
+    assert found["readout"]["anchors"][0] == sum(len(range(0, length - 4 - 1, 2)) for lengths in rows for length in lengths)
 
 
 def test_what_a_drafter_cannot_be_asked_is_left_out_and_said(files, capsys):
@@ -496,21 +501,22 @@ def test_what_a_drafter_cannot_be_asked_is_left_out_and_said(files, capsys):
 
 
 def test_a_bound_is_trained_in_a_workdir_of_its_own(files, tmp_path, capsys):
-    config = tiny.train_config("dspine", steps=2, target=str(files / "target"), workdir=str(tmp_path / "bound"), log=LogConfig(every=1))
+    small = {"num_layers": 1, "target_layer_ids": (0,), "block_size": 3}
+    config = tiny.train_config("dspine", steps=2, target=str(files / "target"), workdir=str(tmp_path / "bound"), log=LogConfig(every=1), drafter=small)
     config = dataclasses.replace(config, data=DataConfig(path=str(files / "data" / "first"), batch_size=8))
     save_config(config, tmp_path / "c.json")
     (tmp_path / "c.py").write_text(f"from dspine_jax.config_io import read_config\nconfig = read_config({str(tmp_path / 'c.json')!r})\n")
     command = [str(tmp_path / "c.py"), "--layers"]
     assert bound.main([*command, "all"]) == 0
-    assert load_drafter(tmp_path / "bound" / "drafter", read_target_config(files / "target")).config.injection_layers == (0, 1)
+    assert load_drafter(tmp_path / "bound" / "drafter", read_target_config(files / "target")).config.injection_layers == (0,)
     logged = [json.loads(line) for line in (tmp_path / "bound" / "metrics.jsonl").read_text().splitlines()]
     assert len(logged) == 2 and not any("loss/feature" in line for line in logged)
     capsys.readouterr()
     (tmp_path / "product" / "checkpoints").mkdir(parents=True)
     for extra, words in [
-        (["0"], f"{tmp_path / 'bound'} holds a bound with true features at 0,1; use a new workdir for true features at 0"),
+        (["0,1", "--set", "drafter.num_layers=2"], f"{tmp_path / 'bound'} holds a bound with true features at 0; use a new workdir for true features at 0,1"),
         (["all", "--set", f"workdir={tmp_path / 'product'}"], "holds the product's training"),
-        (["5"], "layer 5 of the set 5 is outside 0..1"),
+        (["5"], "layer 5 of the set 5 is outside 0..0"),
         (["x"], "--layers 'x' is no set of layers"),
         (["all", "--set", "drafter.injection=none"], "injects nothing"),
         (["all", "--set", "loss.l1_weight=1"], "loss.l1_weight 1.0 is not read"),
@@ -531,6 +537,7 @@ def test_a_bound_is_trained_in_a_workdir_of_its_own(files, tmp_path, capsys):
         (["--layers", "1,1"], "'1,1' names a layer twice"),
         (["--tree-nodes", "0"], "--tree-nodes 0 must be at least 1"),
         (["--every", "0"], "--every 0 must be at least 1"),
+        (["--output", __file__], "is a file; give a folder"),
     ],
 )
 def test_bad_input_is_named(files, capsys, extra, words):
