@@ -72,7 +72,7 @@ def compare_outputs(ours, args, dtype):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    launches = {"products": {1: pallas_gpu.Launch(16, 16, 16, 3, 4, 2)}, "write": {1: pallas_gpu.Launch(16, 16, 16, 1, 4, 2)}}
+    launches = {"products": {1: pallas_gpu.Launch(16, 16, 16, 4, 2)}, "write": {1: pallas_gpu.Launch(16, 16, 16, 4, 2)}}
     monkeypatch.setattr(pallas_gpu, "LAUNCHES", launches)
     monkeypatch.setattr(pallas_tpu, "MOST_COLUMNS", pallas_tpu.LANES)
     monkeypatch.setattr(pallas_tpu, "MOST_ROWS", 1)
