@@ -4,7 +4,7 @@ Setting, data and what else a run needs: configs/qwen3_8b_dflash.py.
 Command:
     dspine-train configs/qwen3_4b_dspark.py --set target=Qwen3-4B --set data.path=data/qwen3_4b --set workdir=runs/qwen3_4b_dspark
 615.2M trained parameters, 77.8M of them beyond DFlash's.
-Reckoned, not measured (train/estimate.py): 8 x H200, rows of 3072 tokens: 35 GiB a GPU, 0.61 s a step.
+Reckoned, not measured (train/estimate.py): 8 x H200, rows of 3072 tokens: 35 GiB a GPU, 0.59 s a step.
 Not trained yet: no acceptance length is promised.
 """
 

@@ -4,7 +4,7 @@ Setting, data and what else a run needs: configs/qwen3_8b_dflash.py.
 Command:
     dspine-train configs/qwen3_4b_dspine.py --set target=Qwen3-4B --set data.path=data/qwen3_4b --set workdir=runs/qwen3_4b_dspine
 609.5M trained parameters, 72.1M of them beyond DFlash's.
-Reckoned, not measured (train/estimate.py): 8 x H200, rows of 3072 tokens: 40 GiB a GPU, 0.57 s a step.
+Reckoned, not measured (train/estimate.py): 8 x H200, rows of 3072 tokens: 40 GiB a GPU, 0.55 s a step.
 Not trained yet: no acceptance length is promised.
 """
 

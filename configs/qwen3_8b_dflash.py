@@ -9,7 +9,7 @@ Command:
     dspine-train configs/qwen3_8b_dflash.py --set target=Qwen3-8B --set data.path=data/qwen3_8b --set workdir=runs/qwen3_8b_dflash
 On fewer GPUs fewer rows: --set data.batch_size=4 on one. To stop early: --set epochs=none --set steps=2000.
 1,048.6M trained parameters, 0.0M of them beyond DFlash's.
-Reckoned, not measured (train/estimate.py): 8 x H200, rows of 3072 tokens: 55 GiB a GPU, 0.83 s a step.
+Reckoned, not measured (train/estimate.py): 8 x H200, rows of 3072 tokens: 55 GiB a GPU, 0.80 s a step.
 Not trained yet: no acceptance length is promised.
 """
 

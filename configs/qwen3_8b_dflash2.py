@@ -4,7 +4,7 @@ Setting, data and what else a run needs: configs/qwen3_8b_dflash.py.
 Command:
     dspine-train configs/qwen3_8b_dflash2.py --set target=Qwen3-8B --set data.path=data/qwen3_8b --set workdir=runs/qwen3_8b_dflash2
 1,169.6M trained parameters, 120.9M of them beyond DFlash's.
-Reckoned, not measured (train/estimate.py): 8 x H200, rows of 3072 tokens: 62 GiB a GPU, 0.98 s a step.
+Reckoned, not measured (train/estimate.py): 8 x H200, rows of 3072 tokens: 62 GiB a GPU, 0.95 s a step.
 Not trained yet: no acceptance length is promised.
 """
 

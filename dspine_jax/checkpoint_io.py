@@ -10,6 +10,7 @@ Both ways are strict: a checkpoint holds exactly the module's tensors, each once
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -76,6 +77,11 @@ class SafetensorsFiles(TensorSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handles[name][1].get_slice(name).get_shape())
+
+    def num_bytes(self, name: str) -> int:
+        """Size of the data, from the header."""
+        bits = re.search(r"\d+", self._handles[name][1].get_slice(name).get_dtype())  # F32, BF16, F8_E4M3; BOOL has none and takes a byte
+        return math.prod(self.shape(name)) * (int(bits.group()) if bits else 8) // 8
 
     def drop(self, name: str) -> None:
         """Forget a tensor, so that the strict check on names passes it over."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,13 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
 
-from dspine_jax.checkpoint_io import SafetensorsFiles, load_tensors, module_to_tensors
+from dspine_jax.checkpoint_io import load_tensors, module_to_tensors
 from dspine_jax.config import DrafterConfig, TargetConfig
 from dspine_jax.config_io import read_config, save_config
 from dspine_jax.drafter import Drafter
-from dspine_jax.public_drafters import is_public_config, public_drafter_config
+from dspine_jax.public_drafters import LAYOUTS, is_public_config, public_drafter_config
+from dspine_jax.weight_folder import folder_tensors, read_json, weight_files, write_tensors
+
+
+def drafter_tensors(drafter: Drafter, dtype=jnp.float32) -> dict[str, np.ndarray]:
+    """Trained weights as ``dtype`` and the transfer space in fp32, in torch layout."""
+    kept = lambda name: jnp.float32 if name.startswith("transfer.") else jnp.dtype(dtype)  # noqa: E731
+    return {name: x.astype(kept(name)) for name, x in module_to_tensors(drafter).items()}
 
 
 def save_drafter(folder: str | Path, drafter: Drafter, *, dtype=jnp.float32) -> None:
@@ -25,45 +29,43 @@ def save_drafter(folder: str | Path, drafter: Drafter, *, dtype=jnp.float32) -> 
 
     The weights appear whole or not at all.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    frozen = {name for name in module_to_tensors(drafter) if name.startswith("transfer.")}
-    tensors = {name: x if name in frozen else x.astype(jnp.dtype(dtype)) for name, x in module_to_tensors(drafter).items()}
-    partial = folder / ".model.safetensors.partial"
-    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / "model.safetensors")
-    save_config(drafter.config, folder / "config.json")
+    write_tensors(folder, drafter_tensors(drafter, dtype))
+    save_config(drafter.config, Path(folder) / "config.json")
 
 
 def read_drafter_config(folder: str | Path, target: TargetConfig) -> DrafterConfig:
-    """The resolved config of a drafter folder, without reading a weight; public DFlash folders are read too.
+    """The resolved config of a drafter folder, without reading a weight; folders in the public layout are read too.
 
-    Raises FileNotFoundError for missing files, ValueError when the drafter belongs to another target.
+    Raises FileNotFoundError for missing files, ValueError when the drafter belongs to another target or its weights are pickles.
     """
     folder = Path(folder)
-    for name in ("config.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is missing; a drafter folder holds config.json and model.safetensors")
-    stored = _stored_config(folder / "config.json")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing; a drafter folder holds config.json and model.safetensors")
+    weight_files(folder)
+    stored = _stored_config(file)
     if stored.target_layer_ids is None:
-        raise ValueError(f"{folder / 'config.json'}: target_layer_ids is missing; a drafter's taps are never guessed")
+        raise ValueError(f"{file}: target_layer_ids is missing; a drafter's taps are never guessed")
     try:
         return stored.resolve(target)
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _stored_config(path: Path) -> DrafterConfig:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        data = None  # read_config says what is wrong
-    if not is_public_config(data):
+    data = _public_content(path)
+    if data is None:
         return read_config(path, DrafterConfig)
     try:
         return public_drafter_config(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _public_content(path: Path) -> dict | None:
+    """config.json in the public layout; None for one of ours."""
+    data = read_json(path)
+    return data if is_public_config(data) else None
 
 
 def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, sharding: Callable[[tuple], jax.sharding.Sharding] | None = None) -> Drafter:
@@ -72,10 +74,19 @@ def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, shardi
     ``dtype`` None keeps fp32 parameters. Raises FileNotFoundError for missing files, ValueError when
     the drafter belongs to another target or its tensors are not exactly those of its config.
     """
+    folder = Path(folder)
     config = read_drafter_config(folder, target)
     abstract = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
-    weights = Path(folder) / "model.safetensors"
-    return load_tensors(abstract, SafetensorsFiles([weights]), source=str(weights), dtype=dtype, sharding=sharding)
+    tensors, files = folder_tensors(folder), weight_files(folder)
+    source, prefix = str(files[0] if len(files) == 1 else folder), ""
+    if _public_content(folder / "config.json") is not None:
+        # Some trainers save the drafter as a part of a model; all names have the prefix then.
+        prefix = "model." if all(name.startswith("model.") for name in tensors) else ""
+        for name in LAYOUTS[config.method].derived:
+            if prefix + name not in tensors:
+                raise ValueError(f"{source}: missing tensor {name}; the config and the weights do not belong together")
+            tensors.drop(prefix + name)
+    return load_tensors(abstract, tensors, source=source, dtype=dtype, rename=lambda name: prefix + name, sharding=sharding)
 
 
 def drafter_parameter_counts(drafter: Drafter) -> dict[str, int]:

@@ -7,7 +7,6 @@ setting that this port does not compute is refused by name rather than passed ov
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
 
 from dspine_jax.checkpoint_io import SafetensorsFiles, load_tensors, module_to_tensors
 from dspine_jax.config import TargetConfig
 from dspine_jax.gguf_io import GGUFTensors, gguf_tensor_name, read_gguf_config
 from dspine_jax.target import Target
+from dspine_jax.weight_folder import folder_tensors, read_json, write_tensors
 
 FAMILIES = ("qwen3", "llama")
 # Buffers that old releases stored though they follow from the config.
@@ -62,8 +61,7 @@ def load_target(path: str | Path, *, dtype=jnp.bfloat16, sharding: Callable[[tup
         module = _abstract_target(tensors.config, dtype)
         return load_tensors(module, tensors, source=str(path), dtype=dtype, rename=gguf_tensor_name, sharding=sharding)
     config = read_target_config(path)
-    tensors = SafetensorsFiles(_weight_files(path))
-    _check_index(path, tensors)
+    tensors = folder_tensors(path)
     for name in [name for name in tensors if name.endswith(_IGNORED_SUFFIX)]:
         tensors.drop(name)
     if config.tie_embeddings and "lm_head.weight" in tensors:
@@ -71,17 +69,27 @@ def load_target(path: str | Path, *, dtype=jnp.bfloat16, sharding: Callable[[tup
     return load_tensors(_abstract_target(config, dtype), tensors, source=str(path), dtype=dtype, rename=_hf_tensor_name, sharding=sharding)
 
 
+def load_head_rows(path: str | Path) -> np.ndarray:
+    """LM-head rows U [V,D] of a target, in the type that its file holds (a GGUF's as fp32), without reading its layers. Raises as ``load_target``."""
+    path = _existing(path)
+    if path.is_file():
+        tensors = GGUFTensors(path)
+        return tensors[gguf_tensor_name("embed_tokens.weight" if tensors.config.tie_embeddings else "lm_head.weight")]
+    config, tensors = read_target_config(path), folder_tensors(path)
+    name = _hf_tensor_name("embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
+    if name not in tensors:
+        raise ValueError(f"{path}: missing tensor {name}; the config and the weights do not belong together")
+    if tensors.shape(name) != (config.vocab_size, config.hidden_size):
+        raise ValueError(f"{path}: tensor '{name}' has shape {list(tensors.shape(name))}, the config asks for {[config.vocab_size, config.hidden_size]}")
+    return tensors[name]
+
+
 def save_target(folder: str | Path, target: Target, *, dtype=jnp.bfloat16) -> None:
     """Write a target as a Hugging Face folder (config.json, model.safetensors) that ``load_target`` and transformers read.
 
     A tokenizer is not written. The weights appear whole or not at all.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / ".model.safetensors.partial"
-    tensors = {_hf_tensor_name(name): np.ascontiguousarray(x.astype(jnp.dtype(dtype))) for name, x in module_to_tensors(target).items()}
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / "model.safetensors")
+    write_tensors(folder, {_hf_tensor_name(name): x.astype(jnp.dtype(dtype)) for name, x in module_to_tensors(target).items()})
     save_target_config(folder, target.config, dtype=dtype)
 
 
@@ -132,50 +140,6 @@ def _hf_tensor_name(name: str) -> str:
 # ---- weights of a folder ----------------------------------------------------------------------
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file() and index.is_file():
-        raise ValueError(f"{folder}: both {single.name} and {index.name} are there; keep the one that is meant")
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        files = sorted(set(_weight_map(index).values()))
-        for name in files:
-            if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder / name}: this shard is named in {index.name} but is missing; download it again")
-        return [folder / name for name in files]
-    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-    if pickled:
-        raise ValueError(
-            f"{folder}: holds only {', '.join(pickled)}; such files are pickles, which run code when read: refused. Convert them to safetensors first"
-        )
-    raise FileNotFoundError(f"{folder}: neither {single.name} nor {index.name} is there")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: 'weight_map' is missing or empty")
-    for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{index}: tensor '{tensor}' points to {file!r}; a shard is a .safetensors file in the same folder")
-    return weight_map
-
-
-def _check_index(folder: Path, tensors: SafetensorsFiles) -> None:
-    """The index and the shards must name the same tensors, each in the same file."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return
-    weight_map = _weight_map(index)
-    for name, file in weight_map.items():
-        if name not in tensors or tensors.origin(name) != str(folder / file):
-            raise ValueError(f"{folder / file}: {index.name} says that tensor '{name}' is in this shard, but it is not")
-    for name in tensors:
-        if name not in weight_map:
-            raise ValueError(f"{tensors.origin(name)}: holds tensor '{name}', which {index.name} does not list")
-
-
 def _drop_tied_head(tensors: SafetensorsFiles) -> None:
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     if embedding in tensors:
@@ -188,21 +152,9 @@ def _drop_tied_head(tensors: SafetensorsFiles) -> None:
 # ---- config.json ------------------------------------------------------------------------------
 
 
-def _read_json(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{file}: the file is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: holds a {type(content).__name__}, not an object")
-    return content
-
-
 def _read_hf_config(folder: Path) -> TargetConfig:
     file = folder / "config.json"
-    raw = _read_json(file)
+    raw = read_json(file)
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{file}: model_type {family!r} is not supported; this port computes {' and '.join(FAMILIES)}")
@@ -300,7 +252,7 @@ def _eos_token_ids(folder: Path, raw: dict) -> tuple[int, ...]:
     """End ids of generation_config.json, then of config.json, without repeats."""
     ids: list[int] = []
     generation = folder / "generation_config.json"
-    for file, content in ((generation, _read_json(generation) if generation.is_file() else {}), (folder / "config.json", raw)):
+    for file, content in ((generation, read_json(generation) if generation.is_file() else {}), (folder / "config.json", raw)):
         value = content.get("eos_token_id")
         for entry in value if isinstance(value, list) else [value]:
             if entry is None:
@@ -315,7 +267,7 @@ def _num_tokens(file: Path) -> int | None:
     """Ids that the tokenizer can give (highest + 1), or None without a tokenizer.json."""
     if not file.is_file():
         return None
-    tokenizer = _read_json(file)
+    tokenizer = read_json(file)
     vocab = (tokenizer.get("model") or {}).get("vocab")
     if not isinstance(vocab, (dict, list)) or not vocab:
         raise ValueError(f"{file}: model.vocab is missing or empty")

@@ -462,7 +462,7 @@ def test_truncated_and_missing_files_are_named(target, folder, tmp_path):
     with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
         load_drafter(cut, target.config)
     (cut / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
         load_drafter(cut, target.config)
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         load_drafter(tmp_path / "nothing", target.config)

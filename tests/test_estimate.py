@@ -79,7 +79,8 @@ def test_a_step_of_qwen3_keeps_every_shape(size, method):
 
 
 def measured(name: str) -> float:
-    return next(entry["value"] for entry in json.loads((ROOT / "docs" / "results.json").read_text()) if entry["id"] == name)
+    """The newest figure of this name."""
+    return [entry["value"] for entry in json.loads((ROOT / "docs" / "results.json").read_text()) if entry["id"] == name][-1]
 
 
 def reckoned(shape: str, method: str, **changes) -> estimate.Estimate:
@@ -87,9 +88,11 @@ def reckoned(shape: str, method: str, **changes) -> estimate.Estimate:
     return estimate.estimate(dataclasses.replace(compare_torch.train_config(s, method, []), **changes), s.target, gpus=1, width=s.width)
 
 
-@pytest.mark.parametrize("shape, method", [("qwen3-4b", "dspine"), ("smollm2-135m", "dspine"), ("smollm2-135m", "dflash")])
-def test_memory_is_within_a_tenth_of_what_was_measured(shape, method):
-    assert reckoned(shape, method).gib == pytest.approx(measured(f"compare_torch/{shape}/{method}/jax/peak_gib"), rel=0.1)
+@pytest.mark.parametrize("shape, method, short", [("qwen3-4b", "dspine", 0.03), ("smollm2-135m", "dspine", 0.12), ("smollm2-135m", "dflash", 0.12)])
+def test_memory_falls_little_short_of_what_was_measured(shape, method, short):
+    """What is not counted (the compiler's scratch, libraries) shows where the rest is small."""
+    peak = measured(f"compare_torch/{shape}/{method}/jax/peak_gib")
+    assert (1 - short) * peak < reckoned(shape, method).gib <= peak
 
 
 def test_the_speed_is_that_of_the_measured_step():

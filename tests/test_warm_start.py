@@ -280,11 +280,11 @@ def damaged(folder, kind: str):
 
 DAMAGE = {
     "no folder": "copy is not a folder; give that of an exported drafter",
-    "no weights": "copy/model.safetensors is missing",
+    "no weights": "copy: neither model.safetensors nor model.safetensors.index.json is there",
     "a pickle": "copy/model.safetensors: not a whole safetensors file",
-    "only a pickle": "copy/model.safetensors is missing",
+    "only a pickle": "such files are pickles, which run code when read: refused",
     "cut short": "copy/model.safetensors: not a whole safetensors file",
-    "another layout": "copy/config.json: unknown key architectures",
+    "another layout": "copy/config.json: dflash_config is None, expected an object",
     "another target": "copy/config.json: drafter.hidden_size is 32 but the target has 64: this drafter belongs to another target",
 }
 

@@ -27,9 +27,9 @@ from dspine_jax.target import Target
 from train.step import abstract_state
 
 GIB = 2**30
-# FLOP/s of the step in docs/results.json, compare_torch/qwen3-4b/dspine/jax/step_ms: one H200, 4 rows x 3072 tokens, 512 anchors, 570.678 ms.
-# ``step_flops`` of its config is 3.175e14 (a test counts again): 56% of what the chip is said to do.
-MEASURED = 3.175e14 / 0.570678
+# FLOP/s of the step in docs/results.json, compare_torch/qwen3-4b/dspine/jax/step_ms: one H200, 4 rows x 3072 tokens, 512 anchors, 554.0761 ms.
+# ``step_flops`` of its config is 3.175e14 (a test counts again): 58% of what the chip is said to do.
+MEASURED = 3.175e14 / 0.5540761
 # fp32 arrays of the size of a chunk's logits that live at once where a head has parameters before the vocabulary (dspine_jax/head_losses.py); so reckoned,
 # steps compiled for an H200 (Qwen3-4B's sizes with 8 target layers, 4 rows) need 29.2 GiB instead of 30.1 (DSpark) and 31.0 instead of 30.9 (Domino).
 HEAD_LOGITS = 5

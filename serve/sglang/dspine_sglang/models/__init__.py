@@ -1,0 +1,1 @@
+"""Model classes; also a package for SGLANG_EXTERNAL_MODEL_PACKAGE=dspine_sglang.models."""
