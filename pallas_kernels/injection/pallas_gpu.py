@@ -176,6 +176,11 @@ def _feature_factor(square, R: int):
     return R**0.5 * jax.lax.rsqrt(square + 1e-6)
 
 
+def features(z_TR: jax.Array, square_FT: jax.Array) -> jax.Array:
+    """p [T,R] fp32. In jnp, so that a decoding round, which has no use for it, does not compute it."""
+    return z_TR * _feature_factor(jnp.sum(square_FT, axis=0), z_TR.shape[1])[:, None]
+
+
 def _call(kernel, grid, launch: Launch, inputs, outputs, interpret: bool):
     whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))  # noqa: E731
     return pl.pallas_call(
@@ -212,6 +217,5 @@ def injection(
     inputs = x_TD, source_TR, square_FT, hidden_gate_TD, weights.gate_predecessor_RD, weights.message_RD
     (new_TD,) = _call(functools.partial(_write_kernel, slots=K), grid, launch, inputs, (array(dtype, T, D),), interpret)
 
-    # In jnp, so that a decoding round, which has no use for it, does not compute it.
-    p_TR = z_TR * _feature_factor(jnp.sum(square_FT, axis=0), R)[:, None]
+    p_TR = features(z_TR, square_FT)
     return new_TD.reshape(B, N, K, D), p_TR.reshape(B, N, K, R), hidden_gate_TD.reshape(B, N, K, D)
