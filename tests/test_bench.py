@@ -65,7 +65,7 @@ def test_what_a_round_pays_for_injections(tmp_path):
         (["--ops", "cached_attention", "--blocks", "4"], "cached_attention runs in decoding alone"),
         (["--ops", "cached_attention", "--scan"], "cached_attention has no launches"),
         (["--set", "injection.rite=1,2"], "no kernel 'injection.rite', only injection.products, injection.write"),
-        (["--set", "injection.write=1,2"], "wants rows,columns,depth,splits,warps,stages"),
+        (["--set", "injection.write=1,2"], "wants rows,columns,depth,warps,stages"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(arguments, words, capsys):
