@@ -61,12 +61,13 @@ def served_table(drafter, rows_VD, dtype):
 
     A draft model of SGLang sees no LM head when it is loaded, so T is stored; with mean and basis it stays checkable.
     """
+    import jax
     import jax.numpy as jnp
     import numpy as np
 
-    chunk = 16384  # rows at a time: their fp32 copies exist twice
-    rows = lambda start: jnp.asarray(rows_VD[start : start + chunk]).astype(dtype)  # noqa: E731
-    return np.concatenate([np.asarray(drafter.transfer(rows(start)).astype(dtype)) for start in range(0, len(rows_VD), chunk)])
+    from dspine_jax.transfer import token_table
+
+    return np.asarray(jax.jit(token_table, static_argnames="dtype")(drafter.transfer, jnp.asarray(rows_VD).astype(dtype), dtype=jnp.dtype(dtype)))
 
 
 def served_tensors(drafter, rows_VD, dtype) -> dict:

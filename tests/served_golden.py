@@ -41,7 +41,7 @@ def compute(drafter: Drafter, target: Target, tokens_BS: jax.Array, anchors_BN: 
     positions = anchors_BN[..., None] + jnp.arange(c.block_size)
     features = anchor_features(drafter, U, anchor_BN)
     block = drafter(target.input_embedding_VD[ids], keys, values, anchors_BN, positions, features)
-    path = select_greedy(drafter, block, U, features, num_tokens=num_tokens)
+    path = select_greedy(drafter, target, block, anchor_BN, features)
     blocks = {"anchor": anchor_BN, "context_len": anchors_BN, "hidden": block.hidden_BNKD, "path": path}
     if c.method == "dspine":
         table, candidate_ids = transition_cache(drafter, block, U, features, num_tokens=num_tokens)

@@ -25,11 +25,11 @@ from dspine_jax.speculative import Decoder, DecodeSettings
 )
 def test_a_row_needs_no_more_than_is_reckoned(method, sampling, policy):
     """Caches and temporaries of the compiled loop, by row: never above the estimate, and above a sixth of it."""
-    target = nnx.eval_shape(lambda: tiny.tiny_target(num_layers=2, vocab_size=4096, num_tokens=4096))
+    target = tiny.tiny_target(num_layers=2, vocab_size=4096, num_tokens=4096)
     drafter, drafts = None, 0
     if method:
         config = tiny.train_config(method, drafter={"block_size": 4, "num_layers": 1, "target_layer_ids": (0,)}).drafter.resolve(target.config)
-        drafter, drafts = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))), 3
+        drafter, drafts = Drafter(config, rngs=nnx.Rngs(0)), 3
     decoder = Decoder(target, drafter, DecodeSettings(drafts, sampling, policy))
     state = jax.eval_shape(lambda: speculative.idle(drafter, target, 64, 128, 64, decoder.settings))
     program = speculative._run_rounds.lower(decoder._drafter_state, decoder._target_state, state, jax.ShapeDtypeStruct((), jnp.int32), **decoder._static)

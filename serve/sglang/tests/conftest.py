@@ -14,6 +14,7 @@ os.environ.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch import library  # noqa: E402
 
 # Off CUDA SGLang's RoPE imports this and then runs its own path.
 _ops = types.ModuleType("vllm._custom_ops")
@@ -22,7 +23,7 @@ sys.modules.setdefault("vllm", types.ModuleType("vllm"))
 sys.modules.setdefault("vllm._custom_ops", _ops)
 if not torch.cuda.is_available():
     # A torchvision built for CUDA cannot load its operators beside a CPU torch; SGLang needs their names alone.
-    _torchvision = torch.library.Library("torchvision", "DEF")
+    _torchvision = library.Library("torchvision", "DEF")
     _torchvision.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _torchvision.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
