@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import without_jax_triton
+from pallas_kernels.dispatch import run_kernel, without_jax_triton
 from pallas_kernels.injection import vjp
 from pallas_kernels.injection.ref import InjectionWeights, unit, write
 from pallas_kernels.injection.ref import injection as _reference
@@ -67,10 +67,6 @@ def injection(
 
     reason = _unsupported(x_BNKD, weights)
     if implementation == "triton":
-        reason = reason or without_jax_triton()
-    if reason:
-        raise NotImplementedError(f"injection: the kernels do not serve {reason}")
-    if implementation == "triton":
-        return jax.lax.platform_dependent(*args, cuda=_with_gradient(triton_gpu.injection, eps))
-    tpu = {} if pallas_tpu.unsupported(x_BNKD, weights) else {"tpu": _with_gradient(pallas_tpu.injection, eps)}
-    return jax.lax.platform_dependent(*args, cuda=_with_gradient(pallas_gpu.injection, eps), **tpu)
+        return run_kernel("injection", args, {"cuda": _with_gradient(triton_gpu.injection, eps)}, {"cuda": reason or without_jax_triton()})
+    kernels = {"cuda": _with_gradient(pallas_gpu.injection, eps), "tpu": _with_gradient(pallas_tpu.injection, eps)}
+    return run_kernel("injection", args, kernels, {"cuda": reason, "tpu": reason or pallas_tpu.unsupported(x_BNKD, weights)})
