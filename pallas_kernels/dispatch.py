@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import jax
+
+_warned: set[str] = set()  # operations whose kernel was given up
+
+
+def or_reference(name: str, kernel: Callable, reference: Callable) -> Callable:
+    """``kernel``, or ``reference`` where tracing the kernel raises anything at all, with one warning an operation: for choices that the caller left open.
+
+    What only a compiler or the device finds out comes after tracing, where nothing can be chosen any more: ``unsupported`` has to know it beforehand.
+    """
+
+    def run(*args):
+        try:
+            return kernel(*args)
+        except Exception as error:  # whatever it is, a default must not stop a run that the reference can serve
+            if name not in _warned:
+                _warned.add(name)
+                warnings.warn(f"{name}: plain XLA instead of the kernel, which raised {type(error).__name__}: {error}", stacklevel=2)
+            return reference(*args)
+
+    return run
 
 
 def run_kernel(name: str, args: tuple, kernels: dict[str, Callable], reasons: dict[str, str | None]):
     """An explicit choice: the kernel of the platform that the program is lowered for, never anything else.
 
     kernels: platform ('cuda', 'tpu') -> function of ``args``; reasons: platform -> what keeps its kernel from serving them. Raises NotImplementedError with
-    the reasons where the default backend's kernel, or every kernel, has one; on a platform without a kernel, Pallas' own error when it is lowered.
+    the reasons where the default backend's kernel, or every kernel, has one, or where that backend is an accelerator without a kernel; on a CPU, from
+    which a program may be lowered for other platforms, Pallas' own error when it is lowered for the CPU.
     """
     here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     against = {platform: reason for platform, reason in reasons.items() if reason}
+    if here not in kernels and here != "cpu":
+        raise NotImplementedError(f"{name}: no such kernel for {here}, only for {', '.join(kernels)}")
     if here in against or len(against) == len(kernels):
         raise NotImplementedError(f"{name}: no kernel serves " + "; ".join(f"{reason} on {platform}" for platform, reason in against.items()))
     served = {platform: kernel for platform, kernel in kernels.items() if platform not in against}
@@ -33,12 +57,10 @@ def gpu_or_reference(
     if implementation == "xla":
         return reference(*args)
     if implementation == kind:
-        if reason:
-            raise NotImplementedError(f"{name}: the kernel does not serve {reason}")
-        return kernel(*args)
+        return run_kernel(name, args, {"cuda": kernel}, {"cuda": reason})
     if implementation is not None:
         raise ValueError(f"implementation {implementation!r} is none of 'xla', {kind!r}")
-    return jax.lax.platform_dependent(*args, cuda=kernel, default=reference) if pays and not reason else reference(*args)
+    return jax.lax.platform_dependent(*args, cuda=or_reference(name, kernel, reference), default=reference) if pays and not reason else reference(*args)
 
 
 def without_jax_triton() -> str | None:

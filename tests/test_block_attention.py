@@ -1,6 +1,8 @@
-"""Block attention: the GPU kernels (interpreted, and on a GPU) against the reference, forward and backward, and the choice between them."""
+"""Block attention: the kernels (interpreted, and on a GPU) against the reference, forward and backward, and the choice between them."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from dspine_jax.config import MeshConfig
 from dspine_jax.sharding import BATCH_AXES, make_mesh
-from pallas_kernels.block_attention import block_attention, pallas_gpu, ref
+from pallas_kernels.block_attention import block_attention, pallas_gpu, pallas_tpu, ref
 
 # (N, K, H, G, C, S, causal): with the tiles of ``small_tiles`` at least three along queries, context and own keys, and the smallest of all.
 CASES = [
@@ -24,6 +26,8 @@ CASES = [
     (4, 16, 4, 1, 16, 70, False),
     (2, 1, 4, 2, 16, 1, True),
 ]
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 NAMES = ("out", "q", "ctx_k", "ctx_v", "block_k", "block_v")
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-6}
 
@@ -34,7 +38,7 @@ def make(N, K, H, G, C, S, dtype=jnp.bfloat16, B=2, seed=0):
     draw = lambda *shape: rng.normal(size=shape)  # noqa: E731
     lengths = np.where(rng.random((B, N)) < 0.3, rng.choice([0, 1, 16, S - 1, S], (B, N)), rng.integers(0, S + 1, (B, N)))
     lengths[0] = np.minimum(lengths[0], S - 5)
-    lengths[0, -1], lengths[-1, 0], lengths[-1, 1] = 0, 0, S
+    lengths[0, -1], lengths[-1, 0], lengths[-1, -1] = 0, 0, S
     hidden = (np.arange(S) >= lengths.max(axis=1)[:, None])[..., None, None]
     ctx_k, ctx_v = (np.where(hidden, 7.0, draw(B, S, G, C)) for _ in "kv")
     arrays = draw(B, N, K, H, C), ctx_k, ctx_v, draw(B, N, K, G, C), draw(B, N, K, G, C)
@@ -66,6 +70,8 @@ def compare(ours, theirs, dtype):
 @pytest.fixture
 def small_tiles(monkeypatch):
     monkeypatch.setattr(pallas_gpu, "LAUNCHES", {kernel: {256: pallas_gpu.Launch(16, 16, 4, 2)} for kernel in pallas_gpu.LAUNCHES})
+    monkeypatch.setattr(pallas_tpu, "MOST_QUERIES", 32)
+    monkeypatch.setattr(pallas_tpu, "MOST_KEYS", 16)
 
 
 @pytest.mark.parametrize(("case", "dtype"), [(case, jnp.float32) for case in CASES] + [(case, jnp.bfloat16) for case in CASES[::2]] + [(CASES[1], jnp.float16)])
@@ -74,6 +80,15 @@ def test_kernels_equal_the_reference(case, dtype, small_tiles):
     *sizes, causal = case
     inputs = make(*sizes, dtype=dtype)
     ours = jax.jit(everything(functools.partial(pallas_gpu.block_attention, causal=causal, interpret=True)))(*inputs)
+    compare(ours, exact(*inputs, causal), dtype)
+
+
+@pytest.mark.parametrize(("case", "dtype"), [(case, jnp.float32) for case in CASES[::2]] + [(CASES[1], jnp.bfloat16), (CASES[5], jnp.bfloat16)])
+def test_tpu_kernels_equal_the_reference(case, dtype, small_tiles):
+    """In the interpreter; tests/test_tpu_compile.py compiles them."""
+    *sizes, causal = case
+    inputs = make(*sizes, dtype=dtype)
+    ours = jax.jit(everything(functools.partial(pallas_tpu.block_attention, causal=causal, interpret=True)))(*inputs)
     compare(ours, exact(*inputs, causal), dtype)
 
 
@@ -91,6 +106,45 @@ def test_equal_contexts(length, small_tiles):
     ours = jax.jit(everything(functools.partial(pallas_gpu.block_attention, causal=True, interpret=True)))(*inputs)
     compare(ours, exact(*inputs, True), jnp.float32)
     assert length or not any(jnp.any(ours[name]) for name in ("ctx_k", "ctx_v"))
+
+
+@pytest.mark.parametrize(("slots", "contexts"), [(1, (15, 4092)), (7, (129, 1)), (16, (4092, 129)), (17, (1, 15)), (192, (129, 4092))])
+def test_any_length_is_right_each_time(slots, contexts):
+    """K01: blocks and contexts that end anywhere in a tile. What no block sees is not a number and must not spread; ten calls are alike."""
+    for S in contexts:
+        (q, ctx_k, ctx_v, *own), _, _ = make(1, slots, 2, 1, 16, S, dtype=jnp.float32, B=1)
+        hidden = (jnp.arange(S) >= max(S - 3, 1))[:, None, None]
+        seen, lost = ([jnp.where(hidden, fill, x) for x in (ctx_k, ctx_v)] for fill in (0.0, jnp.nan))
+        lengths = jnp.full((1, 1), max(S - 3, 1), jnp.int32)
+        run = jax.jit(functools.partial(pallas_gpu.block_attention, causal=True, interpret=True))
+        ours = run(q, *lost, *own, lengths)
+        with jax.default_matmul_precision("highest"):
+            theirs = ref.block_attention(q, *seen, *own, lengths, causal=True)
+        assert tiny.relative_l2(ours, theirs) < 1e-5, S
+        for _ in range(9):
+            tiny.assert_bit_equal(run(q, *lost, *own, lengths), ours)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_gradients_of_any_length(more):
+    """K02: as many queries as context rows, or one more, at lengths that fill tiles and that do not."""
+    for S in (8, 20, 33, 64, 100, 128)[more::2]:
+        inputs = make(S + more, 1, 2, 1, 16, S, dtype=jnp.float32, B=1) if more else make(1, S, 2, 1, 16, S, dtype=jnp.float32, B=2)
+        ours = jax.jit(everything(functools.partial(pallas_gpu.block_attention, causal=True, interpret=True)))(*inputs)
+        compare(ours, exact(*inputs, True), jnp.float32)
+
+
+def scores_in_memory(run, *args) -> int:
+    """Numbers of the largest array in the program that is lowered for a GPU."""
+    return max(math.prod(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<((?:\d+x)+)\w+>", lowered_for_cuda(run, *args)))
+
+
+def test_no_scores_of_all_slots_in_memory():
+    """At 4,096 rows of context, forward and backward; the reference has such an array of every head."""
+    N, K, H, S = 32, 16, 2, 4096
+    args = jax.eval_shape(lambda: make(N, K, H, 1, 16, S, B=1))
+    kernel, reference = (everything(functools.partial(block_attention, causal=True, implementation=name)) for name in ("pallas", "xla"))
+    assert scores_in_memory(kernel, *args) < N * K * S / 10 and scores_in_memory(reference, *args) >= H * N * K * S
 
 
 def test_kernels_under_checkpoint_and_donation(small_tiles):
@@ -189,10 +243,11 @@ def test_kernels_on_a_gpu_with_their_own_tiles(case):
         (lambda q, k, v, *own: (q, k[:, :0], v[:, :0], *own), "0 context rows"),
     ],
 )
-def test_what_the_kernels_do_not_serve_is_refused_by_name(change, words):
+def test_what_the_kernels_do_not_serve_is_refused_by_name(change, words, monkeypatch):
     arrays, context_len, _ = make(3, 2, 4, 2, 16, 20)
     arrays = change(*arrays)
-    with pytest.raises(NotImplementedError, match=words):
+    with monkeypatch.context() as on_a_gpu, pytest.raises(NotImplementedError, match=f"{words}.* on cuda"):
+        on_a_gpu.setattr(jax, "default_backend", lambda: "gpu")
         block_attention(*arrays, context_len, causal=True, implementation="pallas")
     assert block_attention(*arrays, context_len, causal=True).shape == arrays[0].shape
     with pytest.raises(ValueError, match="'cuda' is none of"):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from dspine_jax.attention import attend
 from pallas_kernels.cached_attention import cached_attention, pallas_gpu
@@ -55,12 +56,13 @@ def test_kernel_on_a_gpu(shape):
     assert tiny.relative_l2(ours.astype(jnp.float32), exact) < 6e-3
 
 
-@pytest.mark.gpu
-def test_many_rows_on_a_gpu_take_the_kernel():
-    """The decoding step of a large batch in bf16 holds the kernel, in fp32 it does not."""
-    for dtype, found in ((jnp.bfloat16, True), (jnp.float32, False)):
-        args = (jnp.zeros((64, 1, 9, 64), dtype), *(jnp.zeros((64, 128, 3, 64), dtype) for _ in "kv"), jnp.zeros(64, jnp.int32))
-        assert ("triton" in jax.jit(cached_attention).lower(*args).as_text()) == found
+@pytest.mark.parametrize(("rows", "dtype", "found"), [(64, jnp.bfloat16, True), (64, jnp.float32, False), (4, jnp.bfloat16, False)])
+def test_many_rows_on_a_gpu_take_the_kernel(rows, dtype, found):
+    """Lowered for one: the decoding step of a large batch in bf16 holds the kernel; in fp32, or with few rows, it does not."""
+    args = (jnp.zeros((rows, 1, 9, 64), dtype), *(jnp.zeros((rows, 128, 3, 64), dtype) for _ in "kv"), jnp.zeros(rows, jnp.int32))
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device)):
+        assert ("triton" in jax.jit(cached_attention).trace(*args).lower(lowering_platforms=("cuda",)).as_text()) == found
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,9 @@ def test_what_the_kernel_does_not_serve_is_refused_by_name(shape, dtype, words):
     assert cached_attention(*make(*shape, dtype=dtype)).shape == (5, shape[0], shape[1], shape[3])
     with pytest.raises(ValueError, match="'cuda' is none of"):
         cached_attention(*make(*shape, dtype=dtype), implementation="cuda")
+
+
+def test_a_platform_without_the_kernel_is_named(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(NotImplementedError, match="cached_attention: no such kernel for tpu, only for cuda"):
+        cached_attention(*make(*SHAPES[0]), implementation="pallas")

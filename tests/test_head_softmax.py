@@ -15,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 from dspine_jax.config import MeshConfig
 from dspine_jax.losses import cross_entropy
 from dspine_jax.sharding import make_mesh
+from pallas_kernels import dispatch
 from pallas_kernels.head_softmax import head_softmax, mosaic_gpu, ref
 
 CASES = {  # B, T, D, V, usable rows; three tiles of states, vocabulary rows and inner width, and one of each
     "three tiles": (3, 256, 192, 384, 351),
     "one tile": (2, 128, 64, 128, 128),
 }
-GPU_CASES = CASES | {"whole model": (32, 64, 576, 49152, 49152), "wide": (4, 64, 2560, 151936, 151669)}
+GPU_CASES = CASES | {"whole model": (32, 64, 576, 49152, 49152)} | {f"Qwen3, {D} wide": (4, 64, D, 151936, 151669) for D in (1024, 2560, 5120)}
 
 
 def interpreter():
@@ -121,6 +122,39 @@ def test_the_loss_on_a_hopper_runs_the_kernel(shape, dtype, monkeypatch):
         gradient = jax.grad(lambda hidden, head, labels: cross_entropy(hidden, head, labels, 1024, 256)[0].sum())
         lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert ("custom_call @mosaic_gpu" in lowered) == (dtype == jnp.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("D", [1024, 2560, 5120])
+def test_a_large_vocabulary_is_the_kernels_or_falls_back_at_once(D, dtype, monkeypatch):
+    """K05, lowered for a GPU: the kernel's tiles do not grow with the sizes. The compiler's turn is ``GPU_CASES``."""
+    monkeypatch.setattr(mosaic_gpu, "_hopper", lambda: True)
+    args = jax.eval_shape(lambda: arrays(4, 64, D, 151936, dtype))
+    lowered = jax.jit(functools.partial(head_softmax, num_tokens=151669, largest=74.0)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    served = dtype == jnp.bfloat16 and jax.version.__version_info__ >= (0, 11)
+    assert ("custom_call @mosaic_gpu" in lowered) == served
+
+
+def test_a_kernel_that_fails_leaves_the_loss_right_with_one_warning(monkeypatch):
+    """K05: three types of error, of which none stops a choice that was left open, and each an explicit one."""
+    hidden, rows, _ = arrays(2, 128, 64, 128)
+    labels = jnp.arange(256).reshape(2, 128) % 128
+    loss = lambda: np.asarray(cross_entropy(hidden, rows, labels, 128, 128)[0])  # noqa: E731
+    plain, said = loss(), []
+    monkeypatch.setattr(mosaic_gpu, "unsupported", lambda *_: None)
+    monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.setattr(dispatch.warnings, "warn", lambda text, **_: said.append(text))
+    for error in (NotImplementedError("no such layout"), ValueError("too much shared memory"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")):
+
+        def broken(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(mosaic_gpu, "head_softmax", broken)
+        jax.clear_caches()
+        np.testing.assert_array_equal(loss(), plain)
+        with pytest.raises(type(error), match=str(error)):
+            head_softmax(hidden, rows, jnp.zeros((2, 128)), num_tokens=128, largest=74.0, implementation="mosaic_gpu")
+    assert said == ["head_softmax: plain XLA instead of the kernel, which raised NotImplementedError: no such layout"]
 
 
 def test_explicit_choice_never_falls_back():

@@ -59,10 +59,10 @@ def test_table_kernels_interpreted(case):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("P", [4, 8, 16])
 def test_table_lowers_with_a_kernel_where_one_is_asked_for(platform, P):
-    """Without the device. The default holds it on a GPU and nowhere else."""
+    """Without the device. The default holds it on a GPU, for several blocks, and nowhere else."""
     device = AbstractDevice(device_kind={"cuda": "NVIDIA H200", "tpu": "TPU v5 lite"}[platform], num_cores=1, platform=platform)
     marker = {"cuda": "xla.gpu.triton", "tpu": "tpu_custom_call"}[platform]
-    for batch, implementation, found in ((1, "pallas", True), (32, "pallas", True), (1, None, platform == "cuda"), (1, "xla", False)):
+    for batch, implementation, found in ((1, "pallas", True), (32, "pallas", True), (32, None, platform == "cuda"), (1, None, False), (32, "xla", False)):
         args = abstract(dataclasses.replace(MODELS["smollm2-135m"], num_candidates=P), batch)
         with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device)):
             traced = jax.jit(functools.partial(transition_table, implementation=implementation, **KWARGS)).trace(*args)

@@ -1,4 +1,4 @@
-"""Block attention (DESIGN 8): the reference, GPU kernels for training, and the choice between them."""
+"""Block attention (DESIGN 8): the reference, kernels for training on GPUs and TPUs, and the choice between them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import jax
 
 from pallas_kernels.block_attention import ref
-from pallas_kernels.dispatch import gpu_or_reference
+from pallas_kernels.dispatch import gpu_or_reference, run_kernel
 
 __all__ = ["block_attention"]
 
@@ -31,18 +31,22 @@ def block_attention(
     q [B,N,K,H,C]; ctx_k, ctx_v [B,S,G,C]; block_k, block_v [B,N,K,G,C]; context_len [B,N] int
     -> [B,N,K,H,C] in q's dtype. (BASELINES 1.1, 2.2)
 
-    implementation: 'xla', 'pallas' (raises NotImplementedError for what it does not serve), or None: the kernels for several blocks a row on an NVIDIA
-    GPU where they serve them, else XLA, which decoding's one block a row keeps.
+    implementation: 'xla', 'pallas' (an NVIDIA GPU or a TPU; raises NotImplementedError for what its kernels do not serve), or None: the kernels for several
+    blocks a row on an NVIDIA GPU where they serve them, else XLA, which decoding's one block a row keeps. No TPU was there to measure its kernels.
     """
-    from pallas_kernels.block_attention import pallas_gpu
+    from pallas_kernels.block_attention import pallas_gpu, pallas_tpu
 
     arrays = q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC
+    args, reason = (*arrays, context_len_BN), pallas_gpu.unsupported(*arrays)
+    on_gpu, on_tpu = (functools.partial(kernels.block_attention, causal=causal) for kernels in (pallas_gpu, pallas_tpu))
+    if implementation == "pallas":
+        return run_kernel("block_attention", args, {"cuda": on_gpu, "tpu": on_tpu}, {"cuda": reason, "tpu": pallas_tpu.unsupported(*arrays)})
     return gpu_or_reference(
         "block_attention",
-        (*arrays, context_len_BN),
+        args,
         reference=functools.partial(ref.block_attention, causal=causal),
-        kernel=functools.partial(pallas_gpu.block_attention, causal=causal),
-        reason=pallas_gpu.unsupported(*arrays),
+        kernel=on_gpu,
+        reason=reason,
         implementation=implementation,
         pays=q_BNKHC.shape[1] > 1,
     )

@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import PartitionSpec as P
 
 from dspine_jax.attention import MASKED
-from dspine_jax.sharding import BATCH_AXES
-from pallas_kernels.mesh import foreign, mesh_in_scope, spread
+from pallas_kernels.block_attention.vjp import Passes, attention, unsupported_mesh
+from pallas_kernels.mesh import mesh_in_scope
 from pallas_kernels.shapes import ModelShape
 
 LEAST_TILE = 16  # the smallest matrix product
@@ -86,15 +85,7 @@ def unsupported(q_BNKHC: jax.Array, ctx_k_BSGC: jax.Array, ctx_v_BSGC: jax.Array
         return f"a head width of {C} (only powers of two from 16 to 256)"
     if 0 in (B, N, K, S):
         return f"an empty array ({B} rows of {N} blocks of {K} slots, {S} context rows)"
-    mesh = mesh_in_scope()
-    if mesh is None:
-        return None
-    if foreign(mesh):
-        return foreign(mesh)
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    if B % ways or G % mesh.shape["tensor"]:
-        return f"{B} rows and {G} kv heads on a mesh of {dict(mesh.shape)}, by which they do not divide"
-    return None
+    return unsupported_mesh(B, G)
 
 
 def _div(x, divisor: int):
@@ -355,27 +346,7 @@ def _backward(
     return dq.reshape(q_BNKHC.shape), dctx_k, dctx_v, down_k.reshape(block_k_BNKGC.shape), down_v.reshape(block_v_BNKGC.shape)
 
 
-QUERIES, CONTEXT, LSE = P(BATCH_AXES, None, None, "tensor", None), P(BATCH_AXES, None, "tensor", None), P(BATCH_AXES, "tensor", None)
-IN_SPECS = (QUERIES, CONTEXT, CONTEXT, QUERIES, QUERIES, P(BATCH_AXES, None), QUERIES, LSE, QUERIES)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def _attention(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, causal, interpret, mesh):
-    return _attention_forward(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, causal, interpret, mesh)[0]
-
-
-def _attention_forward(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, causal, interpret, mesh):
-    args = q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN
-    out_BNKHC, lse_BGQ = spread(functools.partial(_forward, causal=causal, interpret=interpret), mesh, IN_SPECS[: len(args)], (QUERIES, LSE))(*args)
-    return out_BNKHC, (*args, out_BNKHC, lse_BGQ)
-
-
-def _attention_backward(causal, interpret, mesh, residuals, dout_BNKHC):
-    args = *residuals, dout_BNKHC
-    return *spread(functools.partial(_backward, causal=causal, interpret=interpret), mesh, IN_SPECS, IN_SPECS[:5])(*args), None
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
+PASSES = Passes(_forward, _backward)
 
 
 def block_attention(
@@ -390,4 +361,4 @@ def block_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """See ``pallas_kernels.block_attention.block_attention``; only for what ``unsupported`` has nothing against."""
-    return _attention(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, causal, interpret, mesh_in_scope())
+    return attention(q_BNKHC, ctx_k_BSGC, ctx_v_BSGC, block_k_BNKGC, block_v_BNKGC, context_len_BN, PASSES, causal, interpret, mesh_in_scope())

@@ -22,33 +22,30 @@ def injection(
 
     B, N, K, D = x_BNKD.shape
     T, R = B * N * K, weights.feature_DR.shape[1]
-    x_TD = x_BNKD.reshape(T, D)
-    fp32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    x_TD, anchor_AR = x_BNKD.reshape(T, D), anchor_feature_BNR.reshape(B * N, R).astype(jnp.float32)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    sizes = lambda launch: dict(T=T, D=D, R=R, SLOTS=K, ROWS=launch.rows, COLUMNS=launch.columns, DEPTH=launch.depth)  # noqa: E731
 
-    first = pallas_gpu.launch_for("products", T)
-    S = first.splits
-    z_STR, g_STD, square_ST = jax_triton.triton_call(
-        *(x_TD, weights.norm_D, weights.feature_DR, weights.gate_hidden_DD, weights.gate_predecessor_RD, weights.message_RD),
+    first, second = (pallas_gpu.launch_for(kernel, T) for kernel in ("products", "write"))
+    tiles = pl.cdiv(R, first.columns)
+    source_TR, z_TR, square_FT, hidden_gate_TD = jax_triton.triton_call(
+        *(x_TD, anchor_AR, weights.norm_D, weights.gate_bias_D, weights.feature_DR, weights.gate_hidden_DD),
+        *(weights.gate_predecessor_RD, weights.message_RD),
         kernel=triton_kernels.products_kernel,
-        out_shape=[fp32(S, T, R), fp32(S, T, D), fp32(S, T)],
-        grid=(pl.cdiv(R, first.columns) + pl.cdiv(D, first.columns), S, pl.cdiv(T, first.rows)),
+        out_shape=[array(x_BNKD.dtype, T, R), array(jnp.float32, T, R), array(jnp.float32, tiles, T), array(jnp.float32, T, D)],
+        grid=(tiles + pl.cdiv(D, first.columns), pl.cdiv(T, first.rows)),
         num_warps=first.warps,
         num_stages=first.stages,
-        **dict(T=T, D=D, R=R, ROWS=first.rows, COLUMNS=first.columns, DEPTH=first.depth, SPLITS=S, PREFETCH=PREFETCH),
+        **sizes(first) | dict(EPS=eps, PREFETCH=PREFETCH),
     )
-    second = pallas_gpu.launch_for("write", T)
-    anchor_AR = anchor_feature_BNR.reshape(B * N, R).astype(jnp.float32)
-    prepared = T > pallas_gpu.LEAST_ROWS
-    source = pallas_gpu.predecessors(z_STR, anchor_AR, K, x_BNKD.dtype) if prepared else z_STR
-    new_TD, hidden_gate_TD = jax_triton.triton_call(
-        *(x_TD, source, g_STD, square_ST, anchor_AR, weights.gate_bias_D, weights.gate_predecessor_RD, weights.message_RD),
+    (new_TD,) = jax_triton.triton_call(
+        *(x_TD, source_TR, square_FT, hidden_gate_TD, weights.gate_predecessor_RD, weights.message_RD),
         kernel=triton_kernels.write_kernel,
-        out_shape=[jax.ShapeDtypeStruct((T, D), x_BNKD.dtype), fp32(T, D)],
+        out_shape=[array(x_BNKD.dtype, T, D)],
         grid=(pl.cdiv(D, second.columns), pl.cdiv(T, second.rows)),
         num_warps=second.warps,
         num_stages=second.stages,
-        **dict(T=T, D=D, R=R, SLOTS=K, EPS=eps, ROWS=second.rows, COLUMNS=second.columns, DEPTH=second.depth),
-        **dict(SPLITS=S, PREPARED=prepared),
+        **sizes(second) | dict(TILES=tiles, TILES_POWER=pl.next_power_of_2(tiles)),
     )
-    p_TR = pallas_gpu.features_from_parts(z_STR, square_ST, D, eps)
+    p_TR = pallas_gpu.features(z_TR, square_FT)
     return new_TD.reshape(B, N, K, D), p_TR.reshape(B, N, K, R), hidden_gate_TD.reshape(B, N, K, D)

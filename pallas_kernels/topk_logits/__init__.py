@@ -6,7 +6,7 @@ import functools
 
 import jax
 
-from pallas_kernels.dispatch import run_kernel
+from pallas_kernels.dispatch import or_reference, run_kernel
 from pallas_kernels.topk_logits import chunks, ref
 
 __all__ = ["topk_logits"]
@@ -41,5 +41,6 @@ def topk_logits(
         return run_kernel("topk_logits", args, {"cuda": bind(triton_gpu.topk_logits)}, {"cuda": triton_gpu.unsupported(*args, num_candidates)})
     if implementation is not None:
         raise ValueError(f"implementation {implementation!r} is none of 'xla', 'chunks', 'pallas', 'triton'")
-    on_gpu = chunks.topk_logits if reason else pallas_gpu.topk_logits
-    return jax.lax.platform_dependent(*args, cuda=bind(on_gpu), default=bind(ref.topk_logits))
+    plain = bind(chunks.topk_logits)
+    on_gpu = plain if reason else or_reference("topk_logits", bind(pallas_gpu.topk_logits), plain)
+    return jax.lax.platform_dependent(*args, cuda=on_gpu, default=bind(ref.topk_logits))

@@ -7,10 +7,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import run_kernel
+from pallas_kernels.dispatch import gpu_or_reference, run_kernel
 from pallas_kernels.injection import InjectionWeights
 from pallas_kernels.transition import ref
 from pallas_kernels.transition.walk import follow, greedy_walk
+
+# Of one block of 16 slots with 16 candidates, 240 of them, XLA's table takes 0.0254 ms and the kernel's 0.0271 (H200, Qwen3-8B).
+LEAST_PREDECESSORS = 256
 
 __all__ = ["follow", "greedy_walk", "transition_table"]
 
@@ -39,23 +42,20 @@ def transition_table(
     -> table [B,N,J,P,P] fp32, axes (slot, predecessor, candidate).
 
     implementation: 'xla', 'pallas' (a TPU or an NVIDIA GPU; raises NotImplementedError for what its kernel does not serve), or None: on an NVIDIA GPU the
-    kernel where it serves, elsewhere XLA. Kernels have no derivative.
+    kernel where it serves more than ``LEAST_PREDECESSORS``, elsewhere XLA. Kernels have no derivative.
     """
     from pallas_kernels.transition import pallas_gpu, pallas_tpu
 
     arrays = pre_write_BNKD, hidden_gate_BNKD, candidate_ids_BNJP, anchor_feature_BNR, candidate_feature_BNJPR, rows_VD, weights, out_norm_D
     reference = functools.partial(ref.transition_table, eps=eps)
-    if implementation == "xla":
-        return reference(*arrays)
     on_gpu = functools.partial(by_kernel, pallas_gpu.table, eps=eps)
     shapes = pre_write_BNKD, candidate_ids_BNJP, rows_VD, weights
     reason = pallas_gpu.unsupported(*shapes)
     if implementation == "pallas":
         kernels = {"cuda": on_gpu, "tpu": functools.partial(by_kernel, pallas_tpu.table, eps=eps)}
         return run_kernel("transition_table", arrays, kernels, {"cuda": reason, "tpu": pallas_tpu.unsupported(*shapes)})
-    if implementation is not None:
-        raise ValueError(f"implementation {implementation!r} is none of 'xla', 'pallas'")
-    return reference(*arrays) if reason else jax.lax.platform_dependent(*arrays, cuda=on_gpu, default=reference)
+    pays = candidate_ids_BNJP.size > LEAST_PREDECESSORS
+    return gpu_or_reference("transition_table", arrays, reference=reference, kernel=on_gpu, reason=reason, implementation=implementation, pays=pays)
 
 
 def by_kernel(kernel, *arrays, **options) -> jax.Array:

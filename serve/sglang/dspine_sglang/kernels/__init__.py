@@ -13,10 +13,10 @@ import torch
 
 SWITCH = "DSPINE_SGLANG_KERNELS"
 LEAST_ROWS = 16  # of a matrix product
-# Kernel -> most rows of a call -> rows, columns, depth of a tile, programs that share a depth, warps, stages. Larger calls take the last one.
+# Kernel -> most rows of a call -> rows, columns, depth of a tile, warps, stages. Larger calls take the last one.
 INJECTION = {
-    "products": {16: (16, 64, 128, 2, 4, 4), 64: (64, 64, 64, 2, 4, 4), 128: (128, 128, 64, 4, 8, 3)},
-    "write": {16: (16, 32, 128, 1, 4, 4), 64: (64, 32, 64, 1, 4, 4), 128: (128, 32, 64, 1, 8, 4)},
+    "products": {16: (16, 32, 256, 4, 4), 64: (64, 64, 64, 4, 4), 128: (128, 128, 64, 8, 3)},
+    "write": {16: (16, 32, 128, 2, 4), 64: (64, 32, 64, 4, 4), 128: (128, 32, 64, 8, 4)},
 }
 # Tokens of a program -> rows of the head, depth, warps, stages.
 HEAD = {16: (128, 128, 4, 4), 32: (128, 128, 4, 4), 64: (128, 64, 4, 4), 128: (128, 64, 8, 4)}
@@ -55,24 +55,20 @@ def inject(x_NKD: torch.Tensor, anchor_feature_NR: torch.Tensor, weights: Inject
     T, R = N * K, weights.feature_DR.shape[1]
     x = x_NKD.reshape(T, D).contiguous()
     anchor = anchor_feature_NR.float().contiguous()
-    rows, columns, depth, S, warps, stages = _launch("products", T)
-    parts = lambda *shape: torch.empty(shape, dtype=torch.float32, device=x.device)  # noqa: E731
-    z_STR, g_STD, square_ST = parts(S, T, R), parts(S, T, D), parts(S, T)
-    kernels.products_kernel[(_cdiv(R, columns) + _cdiv(D, columns), S, _cdiv(T, rows))](
-        x, weights.norm_D, weights.feature_DR, weights.gate_hidden_DD, weights.gate_predecessor_RD, weights.message_RD, z_STR, g_STD, square_ST,
-        T=T, D=D, R=R, ROWS=rows, COLUMNS=columns, DEPTH=depth, SPLITS=S, PREFETCH=PREFETCH, num_warps=warps, num_stages=stages,
+    empty = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
+    rows, columns, depth, warps, stages = _launch("products", T)
+    tiles = _cdiv(R, columns)
+    source, z, square, hidden_gate = empty(T, R, dtype=x.dtype), empty(T, R), empty(tiles, T), empty(T, D)
+    kernels.products_kernel[(tiles + _cdiv(D, columns), _cdiv(T, rows))](
+        x, anchor, weights.norm_D, weights.gate_bias_D, weights.feature_DR, weights.gate_hidden_DD, weights.gate_predecessor_RD, weights.message_RD,
+        source, z, square, hidden_gate,
+        T=T, D=D, R=R, SLOTS=K, EPS=eps, ROWS=rows, COLUMNS=columns, DEPTH=depth, PREFETCH=PREFETCH, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    rows, columns, depth, _, warps, stages = _launch("write", T)
-    prepared = T > LEAST_ROWS
-    source = z_STR
-    if prepared:  # what every slot reads: nothing, the anchor's feature, z of the slot before
-        z_NKR = z_STR.sum(0).to(x.dtype).view(N, K, R)
-        first = anchor[:, None].to(x.dtype)
-        source = torch.cat([torch.zeros_like(first), first, z_NKR[:, 1:-1]], dim=1).reshape(T, R)
-    new, hidden_gate = torch.empty_like(x), parts(T, D)
+    rows, columns, depth, warps, stages = _launch("write", T)
+    new = torch.empty_like(x)
     kernels.write_kernel[(_cdiv(D, columns), _cdiv(T, rows))](
-        x, source, g_STD, square_ST, anchor, weights.gate_bias_D, weights.gate_predecessor_RD, weights.message_RD, new, hidden_gate,
-        T=T, D=D, R=R, SLOTS=K, EPS=eps, ROWS=rows, COLUMNS=columns, DEPTH=depth, SPLITS=S, PREPARED=prepared, num_warps=warps, num_stages=stages,
+        x, source, square, hidden_gate, weights.gate_predecessor_RD, weights.message_RD, new,
+        T=T, D=D, R=R, SLOTS=K, TILES=tiles, TILES_POWER=_power(tiles), ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return new.view(N, K, D)
 
