@@ -34,8 +34,8 @@ class Launch(NamedTuple):
 
 # Kernel -> most rows of a call -> launch; larger calls take the last one.
 LAUNCHES = {
-    "products": {16: Launch(16, 32, 256, 4, 4), 64: Launch(64, 64, 64, 4, 4), 128: Launch(128, 128, 64, 8, 3)},
-    "write": {16: Launch(16, 32, 128, 2, 4), 64: Launch(64, 32, 64, 4, 4), 128: Launch(128, 32, 64, 8, 4)},
+    "products": {16: Launch(16, 32, 128, 1, 4), 64: Launch(64, 64, 64, 4, 4), 128: Launch(128, 128, 64, 8, 3)},
+    "write": {16: Launch(16, 32, 256, 2, 3), 64: Launch(64, 32, 64, 4, 4), 128: Launch(128, 32, 64, 8, 4)},
 }
 
 
