@@ -3,7 +3,8 @@
     python serve/sglang/server/pack.py OUT [--python 3.12] [--demo FOLDER]
 
 writes OUT/site.tar.xz, whose folder site/ goes on PYTHONPATH: SGLang without its multimodal part, tests and compiled extensions; sgl_kernel 0.4.5, whose
-library for Hopper fits torch 2.11 (later releases do not), with nothing else compiled; small wheels (requirements.txt); the plugin beside this folder.
+library for Hopper fits torch 2.11 (later releases do not), with nothing else compiled; small wheels (requirements.txt); the plugin beside this folder;
+stand-ins for two modules that are imported and not used.
 --demo adds what ``make sglang-bundle`` exported: served drafters and golden files. steps.py unpacks and uses it.
 """
 
@@ -24,6 +25,25 @@ SGLANG, KERNEL = "sglang==0.5.23", "sglang-kernel==0.4.5"
 GLIBC = ("2_35", "2_34", "2_28", "2_27", "2_24", "2_17")  # pip takes each platform tag literally
 # sglang: compiled extensions have Python twins or serve parts that are left out.
 DROPPED = re.compile(r"sglang/(multimodal_gen|test)/|\.so$")
+# Path -> content beneath a docstring: imported at start, needed for compressed requests and on Blackwell alone.
+STAND_INS = {
+    "zstandard.py": "",
+    "sglang/kernels/ops/gemm/cutedsl_dual_gemm.py": """
+import enum
+
+MAX_DUAL_GEMM_DECODE_TOKENS = 0
+
+
+class DualGemmQuantMode(enum.Enum):
+    UNQUANT = 0
+    DYNAMIC_PER_TOKEN = 1
+    STATIC_PER_TENSOR = 2
+
+
+def can_use_dual_gemm(*sizes):
+    return False
+""",
+}
 KEPT_KERNEL = re.compile(r"sgl_kernel/(.*\.py|sm90/common_ops\.abi3\.so)$|.*\.dist-info/")
 
 
@@ -55,8 +75,8 @@ def pack(out: Path, python: str, demo: Path | None) -> Path:
             name = wheel.name.split("-")[0]
             keep = {"sglang": lambda x: not DROPPED.search(x), "sglang_kernel": KEPT_KERNEL.match}.get(name, lambda x: True)
             print(f"{name:28} {wheel.stat().st_size / 1e6:8.1f} MB as a wheel {unpack(wheel, site, keep) / 1e6:8.1f} MB kept")
-        # Imported by the HTTP server at start, used only for compressed requests.
-        (site / "zstandard.py").write_text('"""Stands for a package that is not here."""\n')
+        for name, content in STAND_INS.items():
+            (site / name).write_text('"""Stands for what this archive leaves out."""\n' + content)
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(HERE.parent)], check=True)
         if demo is not None:
             shutil.copytree(demo, site / "demo")

@@ -31,10 +31,11 @@ if not torch.cuda.is_available():
 @contextmanager
 def one_rank():
     """SGLang's context of a single process: default server settings, one rank."""
+    from sglang.srt.model_executor.cuda_graph_config import default_cuda_graph_config
     from sglang.srt.runtime_context import get_context, get_parallel
 
     group = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[0], device_group=None)
-    settings = get_context().override_server_args()
+    settings = get_context().override_server_args(cuda_graph_config=default_cuda_graph_config())  # read by layers on a GPU
     with settings, get_parallel().override(tp_size=1, tp_rank=0, attn_tp_size=1, attn_tp_rank=0, tp_group=group):
         yield
 
