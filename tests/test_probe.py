@@ -58,7 +58,8 @@ def text():
 
 def make_drafter(target, name: str) -> Drafter:
     injected = {"layers": (0, 2)} if "layers" in name else {}
-    config = tiny.train_config(name.split(",")[0], injection=injected, drafter={"block_size": K, "num_layers": LAYERS, "target_layer_ids": (0,)}).drafter.resolve(target.config)
+    sizes = {"block_size": K, "num_layers": LAYERS, "target_layer_ids": (0,)}
+    config = tiny.train_config(name.split(",")[0], injection=injected, drafter=sizes).drafter.resolve(target.config)
     drafter = Drafter(config, rngs=nnx.Rngs(4))
     tiny.randomise(drafter, 5)
     if config.injection is not None:
