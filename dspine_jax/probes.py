@@ -85,21 +85,21 @@ def block_streams(
     known_K: jax.Array,
     donor: Sequence[jax.Array] | None = None,
     filled_K: jax.Array | None = None,
-    layers: tuple[int, ...] = (),
+    layers_L: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """The stream that enters each layer and the one that leaves the last: L+1 arrays [B,N,K,D].
 
-    tokens: what stands in known slots. ``donor``: the result of the same run with the slots ``filled_K`` [K] bool known too; at ``layers`` all other
-    slots read these slots from it.
+    tokens: what stands in known slots. ``donor``: the result of the same run with the slots ``filled_K`` [K] bool known too; at ``layers`` [L] bool all
+    other slots read these slots from it. Layers may be traced, so that many sets share one program; every layer then runs twice.
     """
     x, feature_BNKR = block_input(drafter, target, tokens_BNK, known_K, dtype)
     streams = [x]
     for index in range(drafter.config.num_layers):
         out, _ = run_layer(drafter, index, x, context, blocks, feature_BNKR, known_K)
-        if index in layers:
-            filled_K1 = filled_K[:, None]
-            seen, _ = run_layer(drafter, index, jnp.where(filled_K1, donor[index], x), context, blocks, feature_BNKR, known_K | filled_K)
-            out = jnp.where(filled_K1, out, seen)
+        if donor is not None:
+            here_K = filled_K & layers_L[index]
+            seen, _ = run_layer(drafter, index, jnp.where(here_K[:, None], donor[index], x), context, blocks, feature_BNKR, known_K | here_K)
+            out = jnp.where(filled_K[:, None], out, seen)
         x = out
         streams.append(x)
     return tuple(streams)
@@ -121,9 +121,9 @@ def read_out(drafter: Drafter, target: Target, stream: jax.Array) -> jax.Array:
     return topk_logits(drafter.norm(stream), target.output_embedding_VD, 1, num_tokens=target.config.num_tokens)[1][..., 0]
 
 
-def drafting_slots(config: DrafterConfig, stream_BNKD: jax.Array) -> jax.Array:
-    """A stream's slots that draft, in the order of their drafts: [B,N,K,D] -> [B,N,J,D]."""
-    return stream_BNKD[:, :, config.first_slot : config.first_slot + config.num_draft_tokens]
+def drafting_slots(config: DrafterConfig, stream_xKD: jax.Array) -> jax.Array:
+    """A stream's slots that draft, in the order of their drafts: [...,K,D] -> [...,J,D]."""
+    return stream_xKD[..., config.first_slot : config.first_slot + config.num_draft_tokens, :]
 
 
 def refusal(config: DrafterConfig) -> str | None:
@@ -191,6 +191,7 @@ def _context(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_grap
     drafter, target = nnx.merge(drafter_graph, drafter_state), nnx.merge(target_graph, target_state)
     J = drafter.config.num_draft_tokens
     slot_K = jnp.arange(drafter.config.block_size)
+    layers_ZL = jnp.array([[layer in layers for layer in range(drafter.config.num_layers)] for layers in sets])
 
     def use(context, blocks):
         run = functools.partial(block_streams, drafter, target, context, blocks, dtype)
@@ -199,30 +200,42 @@ def _context(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_grap
         drafts_BNJ = select_greedy(drafter, target, block, text_BNK[..., 0], feature)
         drafts_BNK = jnp.concatenate([text_BNK[..., :1], drafts_BNJ], axis=-1)
 
-        def all_right(streams):
-            return read_out(drafter, target, drafting_slots(drafter.config, streams[-1])) == blocks.labels_BNJ
+        def right(stream, drafts):  # stream [...,j,D] of these drafts' slots
+            return read_out(drafter, target, stream) == blocks.labels_BNJ[..., drafts]
+
+        def all_right(stream):
+            return right(drafting_slots(drafter.config, stream), slice(None))
 
         def one_prefix(shorter, m):
             """``shorter``: the run with slots 1..m-1 known."""
             anchor_K, before_K, last_K = slot_K == 0, slot_K < m, slot_K == m
             longer = run(tokens_BNK=text_BNK, known_K=before_K | last_K)
             drafted = run(tokens_BNK=jnp.where(last_K, drafts_BNK, text_BNK), known_K=before_K | last_K)
-            prefix_K = ~anchor_K & (before_K | last_K)
-            filled = [run(tokens_BNK=text_BNK, known_K=anchor_K, donor=longer, filled_K=prefix_K, layers=layers) for layers in sets]
-            supplied = [run(tokens_BNK=text_BNK, known_K=before_K, donor=longer, filled_K=last_K, layers=layers) for layers in sets]
+            last_streams = jax.lax.map(
+                lambda given: run(tokens_BNK=text_BNK, known_K=given[0], donor=longer, filled_K=given[1], layers_L=given[2])[-1],
+                (
+                    jnp.repeat(jnp.stack([anchor_K, before_K]), len(sets), axis=0),
+                    jnp.repeat(jnp.stack([~anchor_K & (before_K | last_K), last_K]), len(sets), axis=0),
+                    jnp.tile(layers_ZL, (2, 1)),
+                ),
+            )
+            filled_ZBNKD, supplied_ZBNKD = last_streams[: len(sets)], last_streams[len(sets) :]
 
-            def successor_right(streams):  # draft index m leaves slot m + 1
-                return read_out(drafter, target, jnp.take(streams[-1], m + 1, axis=2)) == jnp.take(blocks.labels_BNJ, m, axis=2)
+            def successor_right(stream):  # draft index m leaves slot m + 1
+                return right(jnp.take(stream, m + 1, axis=-2), m)
 
-            right = {"correct": longer, "undecided": shorter, "drafted": drafted}
-            right = {name: successor_right(streams) for name, streams in right.items()}
-            right["draft_right"] = jnp.take(drafts_BNK, m, axis=2) == jnp.take(text_BNK, m, axis=2)
-            right["supplied"] = jnp.stack([successor_right(streams) for streams in supplied], axis=-1)
-            return longer, right | {"filled": jnp.stack([all_right(streams) for streams in filled], axis=2)}
+            return longer, {
+                "correct": successor_right(longer[-1]),
+                "undecided": successor_right(shorter[-1]),
+                "drafted": successor_right(drafted[-1]),
+                "draft_right": jnp.take(drafts_BNK, m, axis=2) == jnp.take(text_BNK, m, axis=2),
+                "supplied": jnp.moveaxis(successor_right(supplied_ZBNKD), 0, -1),
+                "filled": jnp.moveaxis(all_right(filled_ZBNKD), 0, 2),
+            }
 
         plain = run(tokens_BNK=text_BNK, known_K=only_anchor(drafter.config))
         _, by_prefix = jax.lax.scan(one_prefix, plain, jnp.arange(1, J))
-        return {"plain": all_right(plain)} | jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), by_prefix)
+        return {"plain": all_right(plain[-1])} | jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), by_prefix)
 
     return over_anchors(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, use)[0]
 
