@@ -26,7 +26,7 @@ from dspine_jax.drafter import Drafter
 from dspine_jax.objective import row_context, run_blocks
 from dspine_jax.prompt_lookup import NOT_PROPOSED, PromptLookup, PromptLookupConfig, lookups_at, num_proposed
 from dspine_jax.sampling import SamplingConfig, probabilities
-from dspine_jax.selection import drafting_states, mixed_logits, pair_table, select_greedy
+from dspine_jax.selection import candidates_of, drafting_states, pair_table, select_greedy, tail_mixed_logits
 from dspine_jax.sequential import correction, sequential_head, text_codes
 from dspine_jax.target import Target
 from dspine_jax.vocabulary import vocabulary_logits
@@ -113,25 +113,23 @@ def _accept_odds(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_
         anchors_BN, hidden_BNJD = blocks.noise_ids_BNK[..., 0], drafting_states(drafter.config, block)
         if policy == "point_mass":
             return (select_greedy(drafter, target, block, anchors_BN, anchor_feature) == text_BNJ).astype(jnp.float32)
-        if drafter.config.scores_pairs:
-            table_BNJPP, ids_BNJP = pair_table(drafter, target, block, anchors_BN, anchor_feature)
-        logits_BNJV = None
-        if policy == "tail_mixed" or not drafter.config.scores_pairs:
-            logits_BNJV = vocabulary_logits(hidden_BNJD, rows_VD, num_tokens)
+        if policy == "tail_mixed":
+            logits_BNJV, ids_BNJP = vocabulary_logits(hidden_BNJD, rows_VD, num_tokens), candidates_of(drafter, target, block)
+            return _pick(probabilities(tail_mixed_logits(drafter, target, block, logits_BNJV, ids_BNJP, blocks.predecessors_BNJ), sampling), text_BNJ)
         if not drafter.config.scores_pairs:
+            logits_BNJV = vocabulary_logits(hidden_BNJD, rows_VD, num_tokens)
             if (head := sequential_head(drafter, target)) is not None:
                 logits_BNJV = logits_BNJV + correction(head, text_codes(head, hidden_BNJD, blocks.predecessors_BNJ))
             return _pick(probabilities(logits_BNJV, sampling), text_BNJ)
         # The law of a slot given the text before it: the table's row of the previous token, where that is a candidate.
+        table_BNJPP, ids_BNJP = pair_table(drafter, target, block, anchors_BN, anchor_feature)
         is_text_BNJP = ids_BNJP == text_BNJ[..., None]
         index_BNJ, known_BNJ = jnp.argmax(is_text_BNJP, axis=-1), is_text_BNJP.any(axis=-1)
         first = ((0, 0), (0, 0), (1, 0))
         row_BNJ = jnp.pad(index_BNJ[..., :-1], first)
         reached_BNJ = jnp.pad(known_BNJ[..., :-1], first, constant_values=True)
         scores_BNJP = jnp.take_along_axis(table_BNJPP, row_BNJ[..., None, None], axis=3)[..., 0, :]
-        if policy == "own":
-            return jnp.where(reached_BNJ & known_BNJ, _pick(probabilities(scores_BNJP, sampling), index_BNJ), 0.0)
-        return _pick(probabilities(mixed_logits(logits_BNJV, scores_BNJP, ids_BNJP, reached_BNJ), sampling), text_BNJ)
+        return jnp.where(reached_BNJ & known_BNJ, _pick(probabilities(scores_BNJP, sampling), index_BNJ), 0.0)
 
     q_BNJ, hidden_BSD = _blocks_at(drafter, target, tokens_BS, anchors_BN, dtype, anchors_per_chunk, use)
     if policy == "point_mass":

@@ -18,6 +18,8 @@ from dspine_jax.vocabulary import vocabulary_logits
 from pallas_kernels.topk_logits import topk_logits
 from pallas_kernels.transition import follow, greedy_walk, transition_table
 
+SLOTWISE = ("hidden_BNKD", "pre_write_BNKD", "hidden_gate_BNKD")  # of a BlockOutput
+
 
 def anchor_features(drafter: Drafter, rows_VD: jax.Array, tokens: jax.Array) -> jax.Array | None:
     """T of token ids [...] -> [...,R] fp32, or None for a drafter without injection."""
@@ -113,9 +115,7 @@ class Draft:
     def first(self, count: int) -> Draft:
         """Only the first ``count`` slots: later ones never influence how earlier ones are judged."""
         cut = lambda x: None if x is None else x[:, :count]  # noqa: E731
-        return Draft(
-            self.tokens_BJ[:, :count], self.token_prob_BJ[:, :count], cut(self.ids_BJP), cut(self.probs_BJP), jnp.minimum(self.cut_B, count)
-        )
+        return Draft(self.tokens_BJ[:, :count], self.token_prob_BJ[:, :count], cut(self.ids_BJP), cut(self.probs_BJP), jnp.minimum(self.cut_B, count))
 
 
 def point_mass(tokens_BJ: jax.Array) -> Draft:
@@ -180,26 +180,47 @@ def select_on_candidates(table_BJPP: jax.Array, ids_BJP: jax.Array, keys_B: jax.
     return Draft(pick(ids_BJP), pick(probs_BJP), ids_BJP, probs_BJP, jnp.full((B,), J, jnp.int32))
 
 
-def select_tail_mixed(logits_BJV: jax.Array, table_BJPP: jax.Array, ids_BJP: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) -> Draft:
-    """Walk with table logits on the candidates and base logits elsewhere, one softmax over V a slot.
+def candidates_of(drafter: Drafter, target: Target, block: BlockOutput) -> jax.Array:
+    """Ids of the P best base logits of every draft, of a drafter that ``scores_pairs``. -> [B,N,J,P] int32."""
+    config = drafter.config
+    P = (config.injection if config.selector is None else config.selector).num_candidates
+    return topk_logits(drafting_states(config, block), target.output_embedding_VD, P, num_tokens=target.config.num_tokens)[1]
 
-    The table has no row for a token outside the candidates: the slot after it is drawn from its base logits alone, which know the predicted predecessor.
+
+def tail_mixed_logits(
+    drafter: Drafter, target: Target, block: BlockOutput, logits_BNJV: jax.Array, ids_BNJP: jax.Array, predecessors_BNJ: jax.Array
+) -> jax.Array:
+    """Base logits of every draft, at its candidates replaced by their scores behind the token before, which may be any: ``pair_table``'s row of it.
+
+    logits [B,N,J,V] fp32, ids [B,N,J,P], predecessors [B,N,J] token ids -> [B,N,J,V] fp32.
     """
-    B, J, _ = ids_BJP.shape
-    row_B, known_B = jnp.zeros((B,), jnp.int32), jnp.ones((B,), bool)
-    tokens, token_probs, probs = [], [], []
+    config, rows_VD = drafter.config, target.output_embedding_VD
+    if config.selector is None:
+        hidden_BNJD = drafter.conditioned(block, anchor_features(drafter, rows_VD, predecessors_BNJ))
+        candidates_BNJPD = jnp.take(rows_VD, ids_BNJP, axis=0).astype(hidden_BNJD.dtype)
+        scores_BNJP = jnp.einsum("bnjd,bnjpd->bnjp", hidden_BNJD, candidates_BNJPD, preferred_element_type=jnp.float32)
+    else:
+        pairs = drafter.candidate_selector.pair_scores(drafting_states(config, block), predecessors_BNJ[..., None], ids_BNJP)
+        scores_BNJP = jnp.take_along_axis(logits_BNJV, ids_BNJP, axis=-1) + pairs[..., 0, :]
+    return jnp.put_along_axis(logits_BNJV, ids_BNJP, scores_BNJP, axis=-1, inplace=False)
+
+
+def select_tail_mixed(
+    drafter: Drafter, target: Target, block: BlockOutput, logits_BJV: jax.Array, anchor_B: jax.Array, keys_B: jax.Array, sampling: SamplingConfig
+) -> Draft:
+    """Draw slot by slot from one softmax over V: candidates by their scores behind the token drawn before, all other ids by base logits.
+
+    Every slot's scores are made when the token before is drawn, so that it need not have a row in the table.
+    block: one a row, [B,1,K,...]; logits [B,J,V] fp32, anchor [B] token ids, keys [B].
+    """
+    B, J, _ = logits_BJV.shape
+    ids_BNJP, extra = candidates_of(drafter, target, block), drafter.config.first_slot
+    before_B, tokens, token_probs, probs = anchor_B, [], [], []
     for j in range(J):
-        scores_BP = jnp.take_along_axis(table_BJPP[:, j], row_B[:, None, None], axis=1)[:, 0]
-        probs.append(probabilities(mixed_logits(logits_BJV[:, j], scores_BP, ids_BJP[:, j], known_B), sampling))
-        tokens.append(draw(slot_keys(keys_B, j), probs[-1]))
-        token_probs.append(jnp.take_along_axis(probs[-1], tokens[-1][:, None], axis=1)[:, 0])
-        is_candidate_BP = ids_BJP[:, j] == tokens[-1][:, None]
-        known_B = is_candidate_BP.any(axis=1)
-        row_B = jnp.argmax(is_candidate_BP, axis=1).astype(jnp.int32)
+        one = dataclasses.replace(block, **{f: None if (x := getattr(block, f)) is None else x[:, :, j : j + 1 + extra] for f in SLOTWISE})
+        mixed_BNJV = tail_mixed_logits(drafter, target, one, logits_BJV[:, None, j : j + 1], ids_BNJP[:, :, j : j + 1], before_B[:, None, None])
+        probs.append(probabilities(mixed_BNJV[:, 0, 0], sampling))
+        before_B = draw(slot_keys(keys_B, j), probs[-1])
+        tokens.append(before_B)
+        token_probs.append(jnp.take_along_axis(probs[-1], before_B[:, None], axis=1)[:, 0])
     return Draft(jnp.stack(tokens, 1), jnp.stack(token_probs, 1), None, jnp.stack(probs, 1), jnp.full((B,), J, jnp.int32))
-
-
-def mixed_logits(logits_V: jax.Array, scores_P: jax.Array, ids_P: jax.Array, known: jax.Array) -> jax.Array:
-    """Base logits [...,V] with a row's scores [...,P] at its candidates where the row's token is one of the slot before (``known`` [...])."""
-    scores_P = jnp.where(known[..., None], scores_P, jnp.take_along_axis(logits_V, ids_P, axis=-1))
-    return jnp.put_along_axis(logits_V, ids_P, scores_P, axis=-1, inplace=False)

@@ -208,8 +208,7 @@ def propose(drafter: Drafter | PromptLookup, target: Target, state: DecodeState,
     else:
         logits_BJV = vocabulary_logits(hidden_BJD, rows_VD, num_tokens)
         if config.scores_pairs:
-            table_BNJPP, ids_BNJP = pair_table(drafter, target, block, state.anchor_B[:, None], feature_BNR)
-            draft = select_tail_mixed(logits_BJV, table_BNJPP[:, 0], ids_BNJP[:, 0], keys_B, settings.sampling)
+            draft = select_tail_mixed(drafter, target, block, logits_BJV, state.anchor_B, keys_B, settings.sampling)
         elif (head := sequential_head(drafter, target)) is not None:
             draft = select_sequentially(head, hidden_BJD, logits_BJV, state.anchor_B, keys_B, settings.sampling)
         else:

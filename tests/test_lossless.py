@@ -22,7 +22,7 @@ from dspine_jax.generation import generate
 from dspine_jax.kv_cache import KVCache
 from dspine_jax.prompt_lookup import PromptLookup, PromptLookupConfig
 from dspine_jax.sampling import SamplingConfig, residual
-from dspine_jax.selection import Draft, point_mass, select_independent, select_tail_mixed, slot_keys
+from dspine_jax.selection import Draft, point_mass, select_independent, slot_keys
 from dspine_jax.speculative import Decoder, DecodeSettings, DecodeState, propose
 
 DRAWS = 20_000
@@ -213,30 +213,6 @@ def test_produced_tokens_follow_the_law_of_the_target(method, policy, num_candid
     assert 0.1 < shares[0] < 0.9 and shares.min() > 0.01, shares  # shares[0]: token 3 comes from another round than token 2
     assert (np.asarray(state.rounds_B) >= 2).mean() > 0.4
     assert (proposed_B == 3).all()
-
-
-def test_the_tail_mixed_walk_goes_on_behind_a_token_without_a_row():
-    """Every law of the walk against a loop: the table's row on the candidates where the token before has one, else base logits alone."""
-    B, J, P, V = 64, 4, 2, 6
-    logits, table, ids, draw_keys = jax.random.split(jax.random.key(5), 4)
-    logits_BJV, table_BJPP = 2 * jax.random.normal(logits, (B, J, V)), 2 * jax.random.normal(table, (B, J, P, P))
-    ids_BJP = jax.lax.top_k(jax.random.uniform(ids, (B, J, V)), P)[1]
-    draft = select_tail_mixed(logits_BJV, table_BJPP, ids_BJP, jax.random.split(draw_keys, B), SamplingConfig(0.7))
-    logits_BJV, table_BJPP, ids_BJP, tokens_BJ = map(np.asarray, (logits_BJV, table_BJPP, ids_BJP, draft.tokens_BJ))
-    probs_BJV, token_prob_BJ, behind = np.asarray(draft.probs_BJP), np.asarray(draft.token_prob_BJ), {True: 0, False: 0}
-    for b in range(B):
-        row = 0
-        for j in range(J):
-            expected = logits_BJV[b, j].copy()
-            if row is not None:
-                expected[ids_BJP[b, j]] = table_BJPP[b, j, row]
-            law = np.exp(expected / 0.7) / np.exp(expected / 0.7).sum()
-            np.testing.assert_allclose(probs_BJV[b, j], law, rtol=1e-5, atol=1e-6)
-            token = tokens_BJ[b, j]
-            np.testing.assert_allclose(token_prob_BJ[b, j], law[token], rtol=1e-5)
-            row = next((i for i, x in enumerate(ids_BJP[b, j]) if x == token), None)
-            behind[row is None] += 1
-    assert min(behind.values()) > 50 and (draft.cut_B == J).all()
 
 
 def test_a_prompt_lookup_follows_the_law_of_the_target():
