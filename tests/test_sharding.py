@@ -112,7 +112,7 @@ def test_the_trainer_checks_layouts_after_its_first_step(tmp_path, monkeypatch):
     """M01: the trainer itself looks, not only the tests."""
     from train.loop import run  # here: the tests marked gpu need no logging packages
 
-    def careless(config, mesh, graphdef, target):
+    def careless(config, mesh, graphdef, target, objective):
         return lambda state, target_state, batch: (jax.device_put(state, NamedSharding(mesh, P())), {})
 
     monkeypatch.setattr("train.loop.make_train_step", careless)

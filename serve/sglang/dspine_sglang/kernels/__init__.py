@@ -15,8 +15,8 @@ SWITCH = "DSPINE_SGLANG_KERNELS"
 LEAST_ROWS = 16  # of a matrix product
 # Kernel -> most rows of a call -> rows, columns, depth of a tile, warps, stages. Larger calls take the last one.
 INJECTION = {
-    "products": {16: (16, 32, 256, 4, 4), 64: (64, 64, 64, 4, 4), 128: (128, 128, 64, 8, 3)},
-    "write": {16: (16, 32, 128, 2, 4), 64: (64, 32, 64, 4, 4), 128: (128, 32, 64, 8, 4)},
+    "products": {16: (16, 32, 128, 1, 4), 64: (64, 64, 64, 4, 4), 128: (128, 128, 64, 8, 3)},
+    "write": {16: (16, 32, 256, 2, 3), 64: (64, 32, 64, 4, 4), 128: (128, 32, 64, 8, 4)},
 }
 # Tokens of a program -> rows of the head, depth, warps, stages.
 HEAD = {16: (128, 128, 4, 4), 32: (128, 128, 4, 4), 64: (128, 64, 4, 4), 128: (128, 64, 8, 4)}
