@@ -26,7 +26,7 @@ from dspine_jax.drafter import Drafter
 from dspine_jax.objective import row_context, run_blocks
 from dspine_jax.prompt_lookup import NOT_PROPOSED, PromptLookup, PromptLookupConfig, lookups_at, num_proposed
 from dspine_jax.sampling import SamplingConfig, probabilities
-from dspine_jax.selection import candidates_of, drafting_states, pair_table, select_greedy, tail_mixed_logits
+from dspine_jax.selection import drafting_states, likeliest, pair_table, select_greedy, tail_mixed_logits
 from dspine_jax.sequential import correction, sequential_head, text_codes
 from dspine_jax.target import Target
 from dspine_jax.vocabulary import vocabulary_logits
@@ -114,8 +114,9 @@ def _accept_odds(drafter_state, target_state, tokens_BS, anchors_BN, *, drafter_
         if policy == "point_mass":
             return (select_greedy(drafter, target, block, anchors_BN, anchor_feature) == text_BNJ).astype(jnp.float32)
         if policy == "tail_mixed":
-            logits_BNJV, ids_BNJP = vocabulary_logits(hidden_BNJD, rows_VD, num_tokens), candidates_of(drafter, target, block)
-            return _pick(probabilities(tail_mixed_logits(drafter, target, block, logits_BNJV, ids_BNJP, blocks.predecessors_BNJ), sampling), text_BNJ)
+            logits_BNJV = vocabulary_logits(hidden_BNJD, rows_VD, num_tokens)
+            mixed_BNJV = tail_mixed_logits(drafter, target, block, logits_BNJV, likeliest(logits_BNJV), blocks.predecessors_BNJ)
+            return _pick(probabilities(mixed_BNJV, sampling), text_BNJ)
         if not drafter.config.scores_pairs:
             logits_BNJV = vocabulary_logits(hidden_BNJD, rows_VD, num_tokens)
             if (head := sequential_head(drafter, target)) is not None:

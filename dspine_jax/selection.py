@@ -19,6 +19,7 @@ from pallas_kernels.topk_logits import topk_logits
 from pallas_kernels.transition import follow, greedy_walk, transition_table
 
 SLOTWISE = ("hidden_BNKD", "pre_write_BNKD", "hidden_gate_BNKD")  # of a BlockOutput
+NUM_RESCORED = 256  # ids of a slot that ``tail_mixed`` scores behind the token drawn: rows of the head, read once a slot, where all pairs would be squared
 
 
 def anchor_features(drafter: Drafter, rows_VD: jax.Array, tokens: jax.Array) -> jax.Array | None:
@@ -180,45 +181,50 @@ def select_on_candidates(table_BJPP: jax.Array, ids_BJP: jax.Array, keys_B: jax.
     return Draft(pick(ids_BJP), pick(probs_BJP), ids_BJP, probs_BJP, jnp.full((B,), J, jnp.int32))
 
 
-def candidates_of(drafter: Drafter, target: Target, block: BlockOutput) -> jax.Array:
-    """Ids of the P best base logits of every draft, of a drafter that ``scores_pairs``. -> [B,N,J,P] int32."""
-    config = drafter.config
-    P = (config.injection if config.selector is None else config.selector).num_candidates
-    return topk_logits(drafting_states(config, block), target.output_embedding_VD, P, num_tokens=target.config.num_tokens)[1]
+def likeliest(logits_BJV: jax.Array, count: int = NUM_RESCORED) -> jax.Array:
+    """Ids of the ``count`` best base logits of every draft, which ``tail_mixed`` scores anew. [...,V] -> [...,Q] int32, Q = min(count, V)."""
+    return jax.lax.top_k(logits_BJV, min(count, logits_BJV.shape[-1]))[1]
 
 
 def tail_mixed_logits(
-    drafter: Drafter, target: Target, block: BlockOutput, logits_BNJV: jax.Array, ids_BNJP: jax.Array, predecessors_BNJ: jax.Array
+    drafter: Drafter, target: Target, block: BlockOutput, logits_BNJV: jax.Array, ids_BNJQ: jax.Array, predecessors_BNJ: jax.Array
 ) -> jax.Array:
-    """Base logits of every draft, at its candidates replaced by their scores behind the token before, which may be any: ``pair_table``'s row of it.
+    """Base logits of every draft, those of some ids replaced by their scores behind the token before, which may be any: what ``pair_table`` says of them.
 
-    logits [B,N,J,V] fp32, ids [B,N,J,P], predecessors [B,N,J] token ids -> [B,N,J,V] fp32.
+    logits [B,N,J,V] fp32, ids [B,N,J,Q] of ``likeliest``, predecessors [B,N,J] token ids -> [B,N,J,V] fp32.
     """
     config, rows_VD = drafter.config, target.output_embedding_VD
     if config.selector is None:
         hidden_BNJD = drafter.conditioned(block, anchor_features(drafter, rows_VD, predecessors_BNJ))
-        candidates_BNJPD = jnp.take(rows_VD, ids_BNJP, axis=0).astype(hidden_BNJD.dtype)
-        scores_BNJP = jnp.einsum("bnjd,bnjpd->bnjp", hidden_BNJD, candidates_BNJPD, preferred_element_type=jnp.float32)
+        rows_BNJQD = jnp.take(rows_VD, ids_BNJQ, axis=0).astype(hidden_BNJD.dtype)
+        scores_BNJQ = jnp.einsum("bnjd,bnjqd->bnjq", hidden_BNJD, rows_BNJQD, preferred_element_type=jnp.float32)
     else:
-        pairs = drafter.candidate_selector.pair_scores(drafting_states(config, block), predecessors_BNJ[..., None], ids_BNJP)
-        scores_BNJP = jnp.take_along_axis(logits_BNJV, ids_BNJP, axis=-1) + pairs[..., 0, :]
-    return jnp.put_along_axis(logits_BNJV, ids_BNJP, scores_BNJP, axis=-1, inplace=False)
+        pairs = drafter.candidate_selector.pair_scores(drafting_states(config, block), predecessors_BNJ[..., None], ids_BNJQ)
+        scores_BNJQ = jnp.take_along_axis(logits_BNJV, ids_BNJQ, axis=-1) + pairs[..., 0, :]
+    return jnp.put_along_axis(logits_BNJV, ids_BNJQ, scores_BNJQ, axis=-1, inplace=False)
 
 
 def select_tail_mixed(
-    drafter: Drafter, target: Target, block: BlockOutput, logits_BJV: jax.Array, anchor_B: jax.Array, keys_B: jax.Array, sampling: SamplingConfig
+    drafter: Drafter,
+    target: Target,
+    block: BlockOutput,
+    logits_BJV: jax.Array,
+    anchor_B: jax.Array,
+    keys_B: jax.Array,
+    sampling: SamplingConfig,
+    num_rescored: int = NUM_RESCORED,
 ) -> Draft:
-    """Draw slot by slot from one softmax over V: candidates by their scores behind the token drawn before, all other ids by base logits.
+    """Draw slot by slot from one softmax over V: the likeliest ids by their scores behind the token drawn before, all others by base logits.
 
-    Every slot's scores are made when the token before is drawn, so that it need not have a row in the table.
+    Every slot's scores are made when the token before is drawn: it need not have a row in the table, and no pairs are formed.
     block: one a row, [B,1,K,...]; logits [B,J,V] fp32, anchor [B] token ids, keys [B].
     """
     B, J, _ = logits_BJV.shape
-    ids_BNJP, extra = candidates_of(drafter, target, block), drafter.config.first_slot
+    ids_BNJQ, extra = likeliest(logits_BJV, num_rescored)[:, None], drafter.config.first_slot
     before_B, tokens, token_probs, probs = anchor_B, [], [], []
     for j in range(J):
         one = dataclasses.replace(block, **{f: None if (x := getattr(block, f)) is None else x[:, :, j : j + 1 + extra] for f in SLOTWISE})
-        mixed_BNJV = tail_mixed_logits(drafter, target, one, logits_BJV[:, None, j : j + 1], ids_BNJP[:, :, j : j + 1], before_B[:, None, None])
+        mixed_BNJV = tail_mixed_logits(drafter, target, one, logits_BJV[:, None, j : j + 1], ids_BNJQ[:, :, j : j + 1], before_B[:, None, None])
         probs.append(probabilities(mixed_BNJV[:, 0, 0], sampling))
         before_B = draw(slot_keys(keys_B, j), probs[-1])
         tokens.append(before_B)

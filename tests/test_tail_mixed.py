@@ -12,10 +12,11 @@ import test_rivals
 from dspine_jax.anchors import make_blocks
 from dspine_jax.objective import row_context, run_blocks
 from dspine_jax.sampling import SamplingConfig, probabilities
-from dspine_jax.selection import candidates_of, drafting_states, pair_table, select_tail_mixed, tail_mixed_logits
+from dspine_jax.selection import drafting_states, likeliest, pair_table, select_tail_mixed, tail_mixed_logits
 from dspine_jax.vocabulary import vocabulary_logits
 
 SAMPLING = SamplingConfig(temperature=1.5)
+NUM_RESCORED = 5  # few, so that others are drawn too
 
 
 def blocks_of(method: str):
@@ -39,8 +40,8 @@ def test_scores_are_the_tables_rows_and_exist_for_every_token(method):
     drafter, target, block, anchors_BN, feature_BNR = blocks_of(method)
     logits_BNJV = vocabulary_logits(drafting_states(drafter.config, block), target.output_embedding_VD, target.config.num_tokens)
     table_BNJPP, ids_BNJP = pair_table(drafter, target, block, anchors_BN, feature_BNR)
-    assert np.array_equal(candidates_of(drafter, target, block), ids_BNJP)
     P = ids_BNJP.shape[-1]
+    assert np.array_equal(likeliest(logits_BNJV, P), ids_BNJP)
     for a in range(P):
         before_BNJ = jnp.concatenate([anchors_BN[..., None], ids_BNJP[:, :, :-1, a]], axis=2)
         mixed_BNJV = np.asarray(tail_mixed_logits(drafter, target, block, logits_BNJV, ids_BNJP, before_BNJ))
@@ -65,8 +66,8 @@ def test_the_walk_draws_from_the_laws_of_its_own_path(method):
     one = type(block)(rows(block.hidden_BNKD), rows(block.pre_write_BNKD), rows(block.hidden_gate_BNKD), ())
     anchor_B = jnp.tile(anchors_BN[0, :1], draws)
     logits_BNJV = vocabulary_logits(drafting_states(drafter.config, one), target.output_embedding_VD, target.config.num_tokens)
-    draft = select_tail_mixed(drafter, target, one, logits_BNJV[:, 0], anchor_B, jax.random.split(jax.random.key(2), draws), SAMPLING)
-    tokens_BJ, ids_BNJP = np.asarray(draft.tokens_BJ), candidates_of(drafter, target, one)
+    draft = select_tail_mixed(drafter, target, one, logits_BNJV[:, 0], anchor_B, jax.random.split(jax.random.key(2), draws), SAMPLING, NUM_RESCORED)
+    tokens_BJ, ids_BNJP = np.asarray(draft.tokens_BJ), likeliest(logits_BNJV, NUM_RESCORED)
     before_BNJ = jnp.concatenate([anchor_B[:, None], draft.tokens_BJ[:, :-1]], axis=1)[:, None]
     law_BJV = probabilities(tail_mixed_logits(drafter, target, one, logits_BNJV, ids_BNJP, before_BNJ), SAMPLING)[:, 0]
     np.testing.assert_allclose(draft.probs_BJP, law_BJV, rtol=1e-4, atol=1e-6)
