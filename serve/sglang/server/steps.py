@@ -57,6 +57,7 @@ MODES = {
 COMMON = [
     *("--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--mem-fraction-static", "0.3", "--max-running-requests", "32", "--skip-server-warmup", "--disable-custom-all-reduce", "--disable-radix-cache"),
+    *("--max-total-tokens", "65536", "--sleep-on-idle"),  # room for several servers on one GPU, which leave its cores alone while they wait
     *("--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled"),
 ]
 ENVIRONMENT = {
@@ -242,34 +243,66 @@ def server_command(args: argparse.Namespace, mode: str, port: int) -> list[str]:
     return [*command, *flags]
 
 
-def serve(args: argparse.Namespace, mode: str, limit: int) -> dict:
-    """Start a server of a mode, ask it, stop it."""
-    variables = environment(args) | dict(MODES[mode].variables)
+class Running(NamedTuple):
+    """A server's process, the arguments with its port, its log, when it was started and until when it may run (of ``time.perf_counter``)."""
+
+    mode: str
+    args: argparse.Namespace
+    process: subprocess.Popen
+    log: Path
+    started: float
+    deadline: float
+
+
+def launch(args: argparse.Namespace, mode: str, limit: int, port: int) -> Running:
+    """Start a server of a mode, without waiting for it."""
+    args = argparse.Namespace(**vars(args) | {"port": port})
     log, started = args.out / f"server-{mode}.log", time.perf_counter()
-    deadline = started + limit
+    variables = environment(args) | dict(MODES[mode].variables)
     with open(log, "w") as file:
-        server = subprocess.Popen(server_command(args, mode, args.port), env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(server_command(args, mode, port), env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    return Running(mode, args, process, log, started, started + limit)
+
+
+def when_ready(server: Running) -> float:
+    """Wait until it has answered; the seconds since its start. Raises RuntimeError where it ended, or takes too long."""
+    while True:
+        if server.process.poll() is not None:
+            raise RuntimeError(f"the server ended with code {server.process.returncode}")
+        if time.perf_counter() > server.deadline:
+            raise RuntimeError(f"not ready after {server.deadline - server.started:.0f} s")
+        try:
+            get(server.args, "/health", 30)  # generates a token: kernels compile meanwhile
+            return round(time.perf_counter() - server.started, 1)
+        except OSError:
+            time.sleep(1)
+
+
+def attempt(server: Running, step) -> dict:
+    """What ``step`` finds out, or its error with the end of the server's log."""
     try:
-        while True:
-            if server.poll() is not None:
-                raise RuntimeError(f"the server ended with code {server.returncode}")
-            if time.perf_counter() > deadline:
-                raise RuntimeError(f"not ready after {limit} s")
-            try:
-                get(args, "/health", 30)  # generates a token: kernels compile meanwhile
-                break
-            except OSError:
-                time.sleep(1)
-        found = {"ready after s": round(time.perf_counter() - started, 1)}
-        return found | questions(args, mode, deadline)
+        return step()
     except (RuntimeError, OSError, ValueError, KeyError) as error:
-        return {"error": f"{type(error).__name__}: {error}", "tail": log.read_text(errors="replace").splitlines()[-40:]}
+        return {"error": f"{type(error).__name__}: {error}", "tail": server.log.read_text(errors="replace").splitlines()[-40:]}
+
+
+def serve(args: argparse.Namespace, modes: list[str], limit: int):
+    """Servers of some modes, started at once; when all are ready each is asked while the others are idle, and stopped. -> pairs (mode, what was found)."""
+    servers = [launch(args, mode, limit, args.port + 100 * i) for i, mode in enumerate(modes)]
+    try:
+        ready = [attempt(server, lambda: {"ready after s": when_ready(server)}) for server in servers]  # noqa: B023
+        for server, found in zip(servers, ready):
+            if "error" not in found:
+                found |= attempt(server, lambda: questions(server.args, server.mode, server.deadline))  # noqa: B023
+            stop(server.process)
+            yield server.mode, found
     finally:
-        stop(server)
+        for server in servers:
+            stop(server.process)
 
 
 def stop(server: subprocess.Popen) -> None:
-    """End a server and what it started, which share its process group."""
+    """End a server and what it started, which share its process group; once more does nothing."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(server.pid, sign)
@@ -389,7 +422,8 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=128, help="of an answer (default 128)")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "out" / "sglang"))
     parser.add_argument("--limit", type=int, default=180, help="seconds for each step and each server (default 180)")
-    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--together", action="store_true", help="start all servers at once, which saves minutes, and ask one after the other, the others idle")
+    parser.add_argument("--port", type=int, default=30000, help="of the first server; with --together the next ones take every hundredth (default 30000)")
     parser.add_argument("--device", default="cuda", help="of the step model (default cuda)")
     args = parser.parse_args()
     args.site = args.site or args.work / "site"
@@ -410,9 +444,11 @@ def main() -> int:
             results[name] = child(args, name, args.limit)
             report(args, name, results[name])
     if args.step in ("serve", "all"):
-        for mode in args.modes or MODES:
-            results[mode] = serve(args, mode, args.limit)
-            report(args, f"server-{mode}", results[mode])
+        modes = args.modes or list(MODES)
+        for group in [modes] if args.together else [[mode] for mode in modes]:
+            for mode, found in serve(args, group, args.limit):
+                results[mode] = found
+                report(args, f"server-{mode}", found)
     return 1 if any(result.get("exit") or "error" in result for result in results.values()) else 0
 
 
