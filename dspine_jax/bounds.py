@@ -99,7 +99,8 @@ def true_feature_objective(
     hidden_BTD = constrain_batch(drafter.norm(x)[:, :, 1:].reshape(x.shape[0], -1, x.shape[-1]))
     labels_BNJ, mask_BNJ = blocks.labels_BNJ, blocks.eval_mask_BNJ
     labels_BT = labels_BNJ.reshape(len(labels_BNJ), -1)
-    ce_BT, best_BT = cross_entropy(hidden_BTD, target.output_embedding_VD, labels_BT, target.config.num_tokens, loss_config.vocab_chunk)
+    vocabulary = target.config.num_tokens, loss_config.vocab_chunk, drafter.kernels.head_softmax
+    ce_BT, best_BT = cross_entropy(hidden_BTD, target.output_embedding_VD, labels_BT, *vocabulary)
     ce_BNJ, correct_BNJ = ce_BT.reshape(labels_BNJ.shape), (best_BT == labels_BT).reshape(labels_BNJ.shape)
     if loss_config.dpace_alpha is None:
         weights_BNJ = slot_weights(mask_BNJ, loss_config.loss_decay_gamma)

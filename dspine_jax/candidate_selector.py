@@ -28,13 +28,21 @@ class CandidateSelector(nnx.Module):
 
 
 def selector_table(
-    selector: CandidateSelector, hidden_BNJD: jax.Array, anchors_BN: jax.Array, rows_VD: jax.Array, num_candidates: int, *, num_tokens: int
+    selector: CandidateSelector,
+    hidden_BNJD: jax.Array,
+    anchors_BN: jax.Array,
+    rows_VD: jax.Array,
+    num_candidates: int,
+    *,
+    num_tokens: int,
+    topk: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Candidates of every draft and the scores of all their pairs; the first draft's predecessor is the anchor in every row.
 
     hidden [B,N,J,D], anchors [B,N] token ids -> (table [B,N,J,P,P] fp32, axes draft, predecessor, candidate; candidate ids [B,N,J,P] int32).
+    topk: implementation of ``topk_logits``.
     """
-    values_BNJP, ids_BNJP = topk_logits(hidden_BNJD, rows_VD, num_candidates, num_tokens=num_tokens)
+    values_BNJP, ids_BNJP = topk_logits(hidden_BNJD, rows_VD, num_candidates, num_tokens=num_tokens, implementation=topk)
     first_BN1P = jnp.broadcast_to(anchors_BN[..., None, None], ids_BNJP[:, :, :1].shape)
     previous_BNJP = jnp.concatenate([first_BN1P, ids_BNJP[:, :, :-1]], axis=2)
     return values_BNJP[..., None, :] + selector.pair_scores(hidden_BNJD, previous_BNJP, ids_BNJP), ids_BNJP

@@ -7,6 +7,7 @@ None, and only resolved configs are saved and used to build models.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -341,6 +342,40 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class KernelConfig:
+    """Implementation of each operation of ``pallas_kernels``; None is its default, the fastest that serves. Numbers differ by rounding alone.
+
+    A name must be among the operation's ``IMPLEMENTATIONS`` (else ValueError); one that cannot run raises NotImplementedError where the operation is
+    called. A choice for an operation that a drafter does not call has no effect.
+    """
+
+    injection: str | None = None
+    block_attention: str | None = None
+    topk_logits: str | None = None  # LM head with top-P: in decoding, and in DFlash2's training
+    head_softmax: str | None = None  # vocabulary pass of cross_entropy: in training alone
+    transition: str | None = None  # table of the transition cache: in decoding alone
+    cached_attention: str | None = None  # the target's attention to its cache: in decoding alone
+
+    def __post_init__(self):
+        for name, value in self.chosen.items():
+            known = importlib.import_module(f"pallas_kernels.{name}").IMPLEMENTATIONS  # imports JAX, so only where something is chosen
+            _require(value in known, f"kernels.{name} {value!r} is none of {', '.join(map(repr, known))}; None is the default")
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """The explicit choices, by operation."""
+        return {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) is not None}
+
+    def refuse(self, names: tuple[str, ...], why: str) -> None:
+        """Raise ValueError where one of these operations is chosen, since a choice that nothing reads would pass unseen."""
+        for name in names:
+            _require(name not in self.chosen, f"kernels.{name} is {getattr(self, name)!r}, but {why}; leave it out")
+
+
+DEFAULT_KERNELS = KernelConfig()
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Everything a training run depends on; saved resolved beside its checkpoints."""
 
@@ -360,8 +395,10 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self):
+        self.kernels.refuse(("transition", "cached_attention"), "training never calls it: choose it with --kernel where text is decoded")
         _require(self.init_from != "", "init_from is empty; give a drafter folder, or init_from=none to start from random weights")
         for name, value in (
             ("steps", self.steps),

@@ -15,7 +15,7 @@ from flax import nnx
 
 from dspine_jax.candidate_selector import CandidateSelector
 from dspine_jax.confidence import ConfidenceHead
-from dspine_jax.config import DrafterConfig
+from dspine_jax.config import DEFAULT_KERNELS, DrafterConfig, KernelConfig
 from dspine_jax.dynamic_convolution import GroupedDynamicConvolution
 from dspine_jax.gru_head import PrefixGRU, embed_projection
 from dspine_jax.kv_cache import KVCache, write_rows
@@ -46,8 +46,9 @@ class BlockOutput:
 class DrafterLayer(nnx.Module):
     """Qwen3-style layer over block slots, with the context as extra keys and values."""
 
-    def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, param_dtype=jnp.float32):
+    def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, param_dtype=jnp.float32, kernels: KernelConfig = DEFAULT_KERNELS):
         D, eps = config.hidden_size, config.rms_norm_eps
+        self.kernels = kernels
         self.causal = config.block_attention == "causal"
         self.convolves = config.convolution is not None
         self.input_layernorm = RMSNorm(D, eps, param_dtype=param_dtype)
@@ -79,7 +80,8 @@ class DrafterLayer(nnx.Module):
         def attend(z):
             q = self.self_attn.queries(z, positions_BNK)
             k, v = self.self_attn.keys_values(z, positions_BNK)
-            return self.self_attn.o_proj(block_attention(q, ctx_k_BSGC, ctx_v_BSGC, k, v, context_len_BN, causal=self.causal))
+            options = dict(causal=self.causal, implementation=self.kernels.block_attention)
+            return self.self_attn.o_proj(block_attention(q, ctx_k_BSGC, ctx_v_BSGC, k, v, context_len_BN, **options))
 
         def filtered(convolution: GroupedDynamicConvolution, sublayer, z):
             deltas = convolution.deltas(z)
@@ -119,15 +121,18 @@ class Injection(nnx.Module):
 class Drafter(nnx.Module):
     """A drafter of any method. Embedding and LM head are the target's and never part of this module."""
 
-    def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, param_dtype=jnp.float32, remat: bool = False):
-        """``config`` must be resolved (DrafterConfig.resolve)."""
+    def __init__(
+        self, config: DrafterConfig, *, rngs: nnx.Rngs, param_dtype=jnp.float32, remat: bool = False, kernels: KernelConfig = DEFAULT_KERNELS
+    ):
+        """``config`` must be resolved (DrafterConfig.resolve). ``kernels`` belongs to the process, not to the weights: it is never saved."""
         D, taps = config.hidden_size, len(config.target_layer_ids)
         self.config = config
         self.remat = remat
+        self.kernels = kernels
         # fc sees M tapped states at once: 1/sqrt(inputs) keeps its output at the scale of one of them.
         self.fc = Linear(taps * D, D, rngs=rngs, std=(taps * D) ** -0.5, param_dtype=param_dtype)
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps, param_dtype=param_dtype)
-        self.layers = nnx.List([DrafterLayer(config, rngs=rngs, param_dtype=param_dtype) for _ in range(config.num_layers)])
+        self.layers = nnx.List([DrafterLayer(config, rngs=rngs, param_dtype=param_dtype, kernels=kernels) for _ in range(config.num_layers)])
         self.norm = RMSNorm(D, config.rms_norm_eps, param_dtype=param_dtype)
         kw = dict(rngs=rngs, param_dtype=param_dtype)
         # Drawn after the backbone, so all methods start from the same backbone at the same seed.
@@ -200,7 +205,7 @@ class Drafter(nnx.Module):
             if index in self.config.injection_layers:
                 pre_write = x
                 weights = self.injections[str(index)].weights
-                x, p, hidden_gate = injection(x, anchor_feature_BNR, weights, eps=self.config.rms_norm_eps)
+                x, p, hidden_gate = injection(x, anchor_feature_BNR, weights, eps=self.config.rms_norm_eps, implementation=self.kernels.injection)
                 features.append(p)
         if not self.config.redoes_last_write:
             pre_write = hidden_gate = None

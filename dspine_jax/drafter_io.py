@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from dspine_jax.checkpoint_io import load_tensors, module_to_tensors
-from dspine_jax.config import DrafterConfig, TargetConfig
+from dspine_jax.config import DEFAULT_KERNELS, DrafterConfig, KernelConfig, TargetConfig
 from dspine_jax.config_io import read_config, save_config
 from dspine_jax.drafter import Drafter
 from dspine_jax.public_drafters import LAYOUTS, TARGET_COPIES, is_public_config, names_dspark, public_drafter_config
@@ -68,7 +68,14 @@ def _public_content(path: Path) -> dict | None:
     return data if is_public_config(data) else None
 
 
-def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, sharding: Callable[[tuple], jax.sharding.Sharding] | None = None) -> Drafter:
+def load_drafter(
+    folder: str | Path,
+    target: TargetConfig,
+    *,
+    dtype=None,
+    sharding: Callable[[tuple], jax.sharding.Sharding] | None = None,
+    kernels: KernelConfig = DEFAULT_KERNELS,
+) -> Drafter:
     """Read a drafter folder for a target; sizes are compared with the target before any weight is read.
 
     ``dtype`` None keeps fp32 parameters. Raises FileNotFoundError for missing files, ValueError when
@@ -76,7 +83,7 @@ def load_drafter(folder: str | Path, target: TargetConfig, *, dtype=None, shardi
     """
     folder = Path(folder)
     config = read_drafter_config(folder, target)
-    abstract = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0), kernels=kernels))
     tensors, files = folder_tensors(folder), weight_files(folder)
     source, prefix = str(files[0] if len(files) == 1 else folder), ""
     content = _public_content(folder / "config.json")

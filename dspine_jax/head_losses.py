@@ -103,16 +103,17 @@ def selector_scores(
     num_candidates: int,
     num_tokens: int,
     chunk: int,
+    topk: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The selector's cross-entropy among the candidates after the true token before, where the label is one of them.
 
     Gradients reach the selector and, through it and the candidates' logits, the hidden states. -> (ce [B,T] fp32, label is a candidate [B,T] bool,
-    chosen ids [B,T] int32); without the label among the candidates ce means nothing.
+    chosen ids [B,T] int32); without the label among the candidates ce means nothing. topk: implementation of ``topk_logits``.
     """
     rows_VD = jax.lax.stop_gradient(rows_VD)
 
     def scores(hidden, predecessors, labels):
-        ids = topk_logits(jax.lax.stop_gradient(hidden), rows_VD, num_candidates, num_tokens=num_tokens)[1]
+        ids = topk_logits(jax.lax.stop_gradient(hidden), rows_VD, num_candidates, num_tokens=num_tokens, implementation=topk)[1]
         candidates = constrain_batch(jnp.take(rows_VD, ids, axis=0).astype(hidden.dtype))
         unary = jnp.einsum("btd,btpd->btp", hidden, candidates, preferred_element_type=jnp.float32)
         total = unary + selector.pair_scores(hidden, predecessors[..., None], ids)[..., 0, :]

@@ -51,8 +51,10 @@ def cross_entropy_dense(hidden_BTD: jax.Array, rows_VD: jax.Array, labels_BT: ja
     return log_total - picked, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def cross_entropy(hidden_BTD: jax.Array, rows_VD: jax.Array, labels_BT: jax.Array, num_tokens: int, chunk: int) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def cross_entropy(
+    hidden_BTD: jax.Array, rows_VD: jax.Array, labels_BT: jax.Array, num_tokens: int, chunk: int, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy and argmax per position, at most ``chunk`` positions of each row at a time.
 
     The LM head is frozen, so the only gradient is with respect to hidden and a position's loss
@@ -63,13 +65,13 @@ def cross_entropy(hidden_BTD: jax.Array, rows_VD: jax.Array, labels_BT: jax.Arra
     A logit that exceeds its position's label logit by more than HEADROOM + LARGEST_EXPONENT = 114 counts as if it did by 114:
     a position's loss saturates there (at 114 nats and the log of how many do), where e^114 : 1 against the label no longer matters.
 
-    hidden [B,T,D], rows U [V,D], labels [B,T] int -> (ce [B,T] fp32, argmax ids [B,T] int32).
+    hidden [B,T,D], rows U [V,D], labels [B,T] int -> (ce [B,T] fp32, argmax ids [B,T] int32). implementation: of ``head_softmax``.
     """
-    ce, best, _ = _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, with_gradient=False)
+    ce, best, _ = _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, implementation, with_gradient=False)
     return ce, best
 
 
-def _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, *, with_gradient):
+def _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, implementation, *, with_gradient):
     B, T, D = hidden_BTD.shape
     count = -(-T // chunk)
     chunk = -(-T // max(count, 1))  # equal chunks leave the least to pad
@@ -85,7 +87,8 @@ def _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, *, 
         label_rows_BtD = jnp.take(rows_VD, y_Bt, axis=0).astype(h_BtD.dtype)
         label_logits = jnp.einsum("btd,btd->bt", h_BtD, label_rows_BtD, preferred_element_type=jnp.float32)
         # Exponents relative to a point known beforehand, not to the largest logit: one pass over the logits gives everything.
-        weights, total, best = head_softmax(h_BtD, rows_VD, label_logits + HEADROOM, num_tokens=num_tokens, largest=LARGEST_EXPONENT)
+        options = dict(num_tokens=num_tokens, largest=LARGEST_EXPONENT, implementation=implementation)
+        weights, total, best = head_softmax(h_BtD, rows_VD, label_logits + HEADROOM, **options)
         ce = jnp.log(total) + HEADROOM
         if not with_gradient:
             return None, (ce, best)
@@ -97,12 +100,12 @@ def _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, *, 
     return joined if with_gradient else (*joined, None)
 
 
-def _cross_entropy_fwd(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk):
-    ce, best, gradient_BTD = _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, with_gradient=True)
+def _cross_entropy_fwd(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, implementation):
+    ce, best, gradient_BTD = _cross_entropy_chunks(hidden_BTD, rows_VD, labels_BT, num_tokens, chunk, implementation, with_gradient=True)
     return (ce, best), gradient_BTD
 
 
-def _cross_entropy_bwd(num_tokens, chunk, gradient_BTD, cotangents):
+def _cross_entropy_bwd(num_tokens, chunk, implementation, gradient_BTD, cotangents):
     ce_bar_BT, _ = cotangents
     return (gradient_BTD.astype(jnp.float32) * ce_bar_BT[..., None]).astype(gradient_BTD.dtype), None, None
 

@@ -63,7 +63,7 @@ def block_objective(
     Domino: (1 - share) x main + share x base CE; the share falls from 1 to 0 as ``progress``, the share of the steps done, rises
     to base_decay_fraction.
     """
-    config = drafter.config
+    config, kernels = drafter.config, drafter.kernels
     read = target(tokens_BS, target_layer_ids=config.target_layer_ids, dtype=dtype)
     block, _ = run_blocks(drafter, target, row_context(drafter, constrain_batch(jax.lax.stop_gradient(read.tapped_BTE))), blocks, dtype)
     rows_VD, num_tokens, chunk = target.output_embedding_VD, target.config.num_tokens, loss_config.vocab_chunk
@@ -73,7 +73,7 @@ def block_objective(
 
     def scores(hidden_BNJD: jax.Array, labels_BNJ: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Cross-entropy, and whether the label is the argmax, of every slot."""
-        ce_BT, best_BT = cross_entropy(flat(hidden_BNJD), rows_VD, flat(labels_BNJ), num_tokens, chunk)
+        ce_BT, best_BT = cross_entropy(flat(hidden_BNJD), rows_VD, flat(labels_BNJ), num_tokens, chunk, kernels.head_softmax)
         return ce_BT.reshape(labels_BNJ.shape), best_BT.reshape(labels_BNJ.shape) == labels_BNJ
 
     def main_scores(hidden_BNJD: jax.Array, head: SequentialHead | None = None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -128,7 +128,7 @@ def block_objective(
     if config.selector is not None:
         P = config.selector.num_candidates
         arrays = flat(hidden_BNJD), rows_VD, flat(blocks.predecessors_BNJ), flat(labels_BNJ)
-        out = selector_scores(drafter.candidate_selector, *arrays, P, num_tokens, chunk)
+        out = selector_scores(drafter.candidate_selector, *arrays, P, num_tokens, chunk, kernels.topk_logits)
         ce_BNJ, present_BNJ, chosen_BNJ = (x.reshape(labels_BNJ.shape) for x in out)
         selector_loss = weighted_mean(ce_BNJ, weights_BNJ * present_BNJ)
         metrics["loss/selector"] = (selector_loss, jnp.float32(1))

@@ -62,7 +62,9 @@ def run_layer(
     if index not in drafter.config.injection_layers:
         return x, None
     weights = drafter.injections[str(index)].weights
-    _, p_BNKR, hidden_gate = injection(x, token_feature_BNKR[:, :, 0], weights, eps=drafter.config.rms_norm_eps)
+    _, p_BNKR, hidden_gate = injection(
+        x, token_feature_BNKR[:, :, 0], weights, eps=drafter.config.rms_norm_eps, implementation=drafter.kernels.injection
+    )
     sent_BNKR = jnp.where(known_K[:, None], token_feature_BNKR, p_BNKR)
     written = write(x[:, :, 1:], hidden_gate[:, :, 1:], sent_BNKR[:, :, :-1], weights)
     return jnp.concatenate([x[:, :, :1], written], axis=2), Write(x, p_BNKR, sent_BNKR, hidden_gate)

@@ -47,7 +47,7 @@ def select_greedy(drafter: Drafter, target: Target, block: BlockOutput, anchors_
     hidden_BNJD = drafting_states(drafter.config, block)
     head = sequential_head(drafter, target)
     if head is None:
-        return topk_logits(hidden_BNJD, rows_VD, 1, num_tokens=num_tokens)[1][..., 0]
+        return topk_logits(hidden_BNJD, rows_VD, 1, num_tokens=num_tokens, implementation=drafter.kernels.topk_logits)[1][..., 0]
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
     logits_BNJV = vocabulary_logits(hidden_BNJD, rows_VD, num_tokens)
     return walk_greedily(head, flat(hidden_BNJD), flat(logits_BNJV), flat(anchors_BN)).reshape(hidden_BNJD.shape[:3])
@@ -61,7 +61,8 @@ def pair_table(
     if config.selector is None:
         return transition_cache(drafter, block, rows_VD, anchor_feature_BNR, num_tokens=num_tokens)
     P = config.selector.num_candidates
-    return selector_table(drafter.candidate_selector, drafting_states(config, block), anchors_BN, rows_VD, P, num_tokens=num_tokens)
+    options = dict(num_tokens=num_tokens, topk=drafter.kernels.topk_logits)
+    return selector_table(drafter.candidate_selector, drafting_states(config, block), anchors_BN, rows_VD, P, **options)
 
 
 def transition_cache(
@@ -71,8 +72,8 @@ def transition_cache(
 
     -> (table [B,N,J,P,P] fp32, candidate ids [B,N,J,P] int32), J = K-1.
     """
-    injection = drafter.config.injection
-    _, ids_BNJP = topk_logits(drafting_states(drafter.config, block), rows_VD, injection.num_candidates, num_tokens=num_tokens)
+    P, kernels = drafter.config.injection.num_candidates, drafter.kernels
+    _, ids_BNJP = topk_logits(drafting_states(drafter.config, block), rows_VD, P, num_tokens=num_tokens, implementation=kernels.topk_logits)
     table_BNJPP = transition_table(
         block.pre_write_BNKD,
         block.hidden_gate_BNKD,
@@ -83,6 +84,7 @@ def transition_cache(
         drafter.injections[str(drafter.config.num_layers - 1)].weights,
         drafter.norm.weight[...],
         eps=drafter.config.rms_norm_eps,
+        implementation=kernels.transition,
     )
     return table_BNJPP, ids_BNJP
 

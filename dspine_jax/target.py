@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dspine_jax.attention import causal_attention
-from dspine_jax.config import TargetConfig, check_target_layer_ids
+from dspine_jax.config import DEFAULT_KERNELS, KernelConfig, TargetConfig, check_target_layer_ids
 from dspine_jax.kv_cache import KVCache, write_rows
 from dspine_jax.layers import Attention, Embedding, RMSNorm, SwiGLU
 from dspine_jax.vocabulary import vocabulary_logits
@@ -60,8 +60,9 @@ class DecoderLayer(nnx.Module):
 class Target(nnx.Module):
     """Decoder-only language model with prefill, verify, step and tapped layers."""
 
-    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, param_dtype=jnp.float32):
+    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, param_dtype=jnp.float32, kernels: KernelConfig = DEFAULT_KERNELS):
         self.config = config
+        self.kernels = kernels
         kw = dict(rngs=rngs, param_dtype=param_dtype)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **kw)
         self.layers = nnx.List([DecoderLayer(config, **kw) for _ in range(config.num_layers)])
@@ -140,7 +141,7 @@ class Target(nnx.Module):
             k, v = layer.self_attn.keys_values(z, positions_BT)
             if cache is not None:
                 k, v = write_rows(cache.keys[index], k, start_B), write_rows(cache.values[index], v, start_B)
-                attended = cached_attention(q, k, v, start_B, width=width)
+                attended = cached_attention(q, k, v, start_B, width=width, implementation=self.kernels.cached_attention)
             else:
                 attended = causal_attention(q, k, v)
             if cache is not None or capacity is not None:

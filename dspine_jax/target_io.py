@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from dspine_jax.checkpoint_io import SafetensorsFiles, load_tensors, module_to_tensors
-from dspine_jax.config import TargetConfig
+from dspine_jax.config import DEFAULT_KERNELS, KernelConfig, TargetConfig
 from dspine_jax.gguf_io import GGUFTensors, gguf_tensor_name, read_gguf_config
 from dspine_jax.target import Target
 from dspine_jax.weight_folder import folder_tensors, read_json, write_tensors
@@ -48,7 +48,13 @@ def read_target_config(path: str | Path) -> TargetConfig:
     return read_gguf_config(path) if path.is_file() else _read_hf_config(path)
 
 
-def load_target(path: str | Path, *, dtype=jnp.bfloat16, sharding: Callable[[tuple], jax.sharding.Sharding] | None = None) -> Target:
+def load_target(
+    path: str | Path,
+    *,
+    dtype=jnp.bfloat16,
+    sharding: Callable[[tuple], jax.sharding.Sharding] | None = None,
+    kernels: KernelConfig = DEFAULT_KERNELS,
+) -> Target:
     """Target with the weights at ``path`` (HF folder with safetensors, or a GGUF file) stored as ``dtype``.
 
     ``sharding`` maps a state path to the sharding of that array; None places all on the default
@@ -58,7 +64,7 @@ def load_target(path: str | Path, *, dtype=jnp.bfloat16, sharding: Callable[[tup
     path = _existing(path)
     if path.is_file():
         tensors = GGUFTensors(path)
-        module = _abstract_target(tensors.config, dtype)
+        module = _abstract_target(tensors.config, dtype, kernels)
         return load_tensors(module, tensors, source=str(path), dtype=dtype, rename=gguf_tensor_name, sharding=sharding)
     config = read_target_config(path)
     tensors = folder_tensors(path)
@@ -66,7 +72,7 @@ def load_target(path: str | Path, *, dtype=jnp.bfloat16, sharding: Callable[[tup
         tensors.drop(name)
     if config.tie_embeddings and "lm_head.weight" in tensors:
         _drop_tied_head(tensors)
-    return load_tensors(_abstract_target(config, dtype), tensors, source=str(path), dtype=dtype, rename=_hf_tensor_name, sharding=sharding)
+    return load_tensors(_abstract_target(config, dtype, kernels), tensors, source=str(path), dtype=dtype, rename=_hf_tensor_name, sharding=sharding)
 
 
 def load_head_rows(path: str | Path) -> np.ndarray:
@@ -119,9 +125,9 @@ def save_target_config(folder: str | Path, config: TargetConfig, *, dtype=jnp.bf
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _abstract_target(config: TargetConfig, dtype) -> Target:
+def _abstract_target(config: TargetConfig, dtype, kernels: KernelConfig) -> Target:
     """Shapes only: random weights that the file then replaces would double the memory."""
-    return nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0), param_dtype=dtype))
+    return nnx.eval_shape(lambda: Target(config, rngs=nnx.Rngs(0), param_dtype=dtype, kernels=kernels))
 
 
 def _existing(path: str | Path) -> Path:

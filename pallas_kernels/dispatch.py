@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 
+PLAIN = ("xla", "chunks")  # implementations without a kernel, which run anywhere
 _warned: set[str] = set()  # operations whose kernel was given up
 
 
@@ -44,6 +45,16 @@ def run_kernel(name: str, args: tuple, kernels: dict[str, Callable], reasons: di
     served = {platform: kernel for platform, kernel in kernels.items() if platform not in against}
     # Only the branch of the platform is lowered, and there is none for a CPU: there the last one says that it cannot run.
     return jax.lax.platform_dependent(*args, **served, default=list(served.values())[-1])
+
+
+def check_here(choices: dict[str, str]) -> None:
+    """Refuse kernels on a CPU before anything is read or traced; what an accelerator does not serve only ``run_kernel`` can say.
+
+    choices: operation -> implementation, of programs that run where they are traced. Raises NotImplementedError.
+    """
+    for name, implementation in choices.items():
+        if implementation not in PLAIN and jax.default_backend() == "cpu":
+            raise NotImplementedError(f"{name}: {implementation!r} is a kernel of an accelerator and cannot run on a CPU; use 'xla' or the default")
 
 
 def gpu_or_reference(

@@ -317,7 +317,7 @@ def main(argv: list[str] | None = None) -> int:
             finally:
                 signal.signal(signal.SIGTERM, before)
         print(report(args.output))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

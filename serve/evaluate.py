@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from dspine_jax.chat import TEMPLATE_MODES, agreed_template_mode
+from serve.kernel_choice import add_kernel_option
 
 EPILOG = """examples:
   dspine-evaluate --target SmolLM2-135M-Instruct.Q4_1.gguf --data data/smollm2_dev --drafter runs/dspine/drafter --output out/eval
   dspine-evaluate --target my-target/ --benchmarks prompts/ --drafter dflash=runs/a/drafter --drafter dspine=runs/b/drafter \\
       --temperature 0 1 --decode 8 --output out/eval
+  dspine-evaluate ... --decode 8 --kernel injection=xla       this implementation and no other
 --data is a dataset folder of greedy continuations (docs/data.md) or a folder of such folders, one a benchmark; --benchmarks a JSONL file of prompts or
 a folder of such files. What is not stored is generated: greedy continuations of --benchmarks, sampled ones for every temperature above 0.
 With two or more drafters each is compared with the first by a paired bootstrap over prompts, and dspine (where none has that label: the last one)
@@ -53,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--decode-batch-size", type=int, help="prompts decoded together (default 1)")
     parser.add_argument("--decode-drafts", type=int, nargs="+", metavar="J", help="draft lengths to decode with (default: what the drafters were trained for)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="compute precision (default bfloat16; float32 on a CPU)")
+    add_kernel_option(parser)
     parser.add_argument("--batch-size", type=int, default=8, help="prompts at a time in replay and generation (default 8)")
     parser.add_argument("--anchors-per-chunk", type=int, default=16, help="anchors of a prompt whose logits exist at one time (default 16)")
     return parser
@@ -130,9 +133,10 @@ class Evaluation:
         from dspine_jax.target_io import load_target, read_target_config
         from serve.benchmarks import prompt_benchmarks, stored_benchmarks
         from serve.environment import default_dtype
+        from serve.kernel_choice import kernels_of
 
         args.dtype = args.dtype or default_dtype()
-        self.args, self.dtype = args, jnp.dtype(args.dtype)
+        self.args, self.dtype, self.kernels = args, jnp.dtype(args.dtype), kernels_of(args.kernel)
         self.samplings = [SamplingConfig(t, args.top_k if t else 0, args.top_p if t else 1.0) for t in args.temperature]
         self.config = read_target_config(args.target)
         self.drafters, self.lookup_drafts = [], lookup_drafts
@@ -155,11 +159,11 @@ class Evaluation:
         else:
             mode = agreed_template_mode(args.template_mode, modes)
             self.benchmarks = prompt_benchmarks(args.benchmarks, args.target, args.tokenizer, mode, args.prompts)
-        self.target = load_target(args.target, dtype=self.dtype)
+        self.target = load_target(args.target, dtype=self.dtype, kernels=self.kernels)
         self.parts = Parts(args.output / "parts")
         self.generated = self.parts if continuations is None else Parts(continuations)
         # What every part depends on beside its own inputs.
-        self.origin = (content_hash(Path(args.target)), args.dtype, args.max_new_tokens, args.seed)
+        self.origin = (content_hash(Path(args.target)), args.dtype, args.max_new_tokens, args.seed, *self.kernels.chosen.items())
 
     def load_drafter(self, folder: Path) -> tuple:
         """(the drafter, what its results depend on). A prompt lookup drafts as many tokens as the drafters named before it, ``lookup_drafts`` or 15."""
@@ -167,7 +171,7 @@ class Evaluation:
         from serve.drafters import open_drafter
 
         named_before = self.drafters[0][2].config.num_draft_tokens if self.drafters else self.lookup_drafts
-        drafter = open_drafter(folder, self.config, dtype=self.dtype, num_draft_tokens=named_before)
+        drafter = open_drafter(folder, self.config, dtype=self.dtype, num_draft_tokens=named_before, kernels=self.kernels)
         return drafter, repr(drafter.config) if isinstance(drafter, PromptLookup) else content_hash(folder)
 
     def policies(self, drafter, sampling) -> tuple[str, ...]:
@@ -188,6 +192,7 @@ class Evaluation:
         runs = [len(self.decode_drafts) * sum(len(self.policies(drafter, s)) for drafter in by_method.values()) + 1 for s in self.samplings]
         work += decoded * sum(runs)
         head = {"target": str(self.args.target), "dtype": self.args.dtype, "environment": environment(), "max_new_tokens": self.args.max_new_tokens}
+        head |= {"kernels": self.kernels.chosen} if self.kernels.chosen else {}
         with tqdm(total=work, unit="prompt", mininterval=0.5 if sys.stderr.isatty() else 30) as self.progress:
             return head | {"temperatures": {f"T{sampling.temperature:g}": self.score(sampling) for sampling in self.samplings}}
 
@@ -294,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args.output.mkdir(parents=True, exist_ok=True)  # before the long work, whose result it must hold
         results = Evaluation(args).run()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from dspine_jax.chat import TEMPLATE_MODES
+from serve.kernel_choice import add_kernel_option
 
 EPILOG = """examples:
   dspine-generate "Why is the sky blue?"                                 the embedded demo: a small target and its DSpine drafter
@@ -17,6 +18,7 @@ EPILOG = """examples:
   dspine-generate --target my-target/ "Why is the sky blue?"            plain decoding, no drafter
   dspine-generate ... --temperature 0.7 --top-p 0.9 --seed 1 "..."       follows the target's law exactly
   dspine-generate ... --check "..."                                     compare with plain greedy, token for token
+  dspine-generate ... --kernel injection=xla --kernel topk_logits=chunks "..."   these implementations and no other
 --prompts holds one JSON object a line with "prompt" (text), "turns" (list of user texts; the first is used) or "messages".
 A row of the batch whose answer is done goes on with the next prompt. Texts are printed at the end, in the order of the file; Ctrl-C prints what there
 is by then, and --json names the line of each.
@@ -50,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument("--batch-size", type=int, help="prompts decoded together (default: as many as fit the device, up to 1024; 32 on a CPU)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="compute precision (default bfloat16; float32 on a CPU)")
+    add_kernel_option(parser)
     parser.add_argument("--check", action="store_true", help="also decode plainly at temperature 0 and compare; exit 1 on a difference")
     parser.add_argument("--no-baseline", action="store_true", help="skip the plain run that the speed-up is measured against")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on standard output")
@@ -191,15 +194,17 @@ def load(args: argparse.Namespace) -> tuple:
     from dspine_jax.target_io import load_target, read_target_config
     from serve.drafters import open_drafter
     from serve.environment import default_dtype
+    from serve.kernel_choice import kernels_of
     from serve.prompts import Prompt, read_prompts
 
     args.dtype = args.dtype or default_dtype()
-    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
+    sampling, kernels = SamplingConfig(args.temperature, args.top_k, args.top_p), kernels_of(args.kernel)
     asked = read_prompts(args.prompts) if args.prompts else [Prompt(1, [{"role": "user", "content": args.prompt}])]
     config = read_target_config(args.target)
     tokenizer = load_tokenizer(args.target, args.tokenizer)
     dtype = jnp.dtype(args.dtype)
-    drafter = open_drafter(args.drafter, config, dtype=dtype, num_draft_tokens=args.num_draft_tokens) if args.drafter else None
+    options = dict(dtype=dtype, kernels=kernels)
+    drafter = open_drafter(args.drafter, config, num_draft_tokens=args.num_draft_tokens, **options) if args.drafter else None
     mode = agreed_template_mode(args.template_mode, {f"the drafter {args.drafter}": drafter.config.template_mode} if drafter else {})
     prompts = prompt_ids(asked, tokenizer, mode, config, args)  # before the target's weights are read
     drafts = args.num_draft_tokens
@@ -207,7 +212,7 @@ def load(args: argparse.Namespace) -> tuple:
         drafts = drafter.config.num_draft_tokens if drafter else 0
     settings = DecodeSettings(drafts, sampling, args.policy or "own", config.eos_token_ids, args.dtype, args.confidence_threshold)
     settings.check(drafter)
-    return tokenizer, prompts, [prompt.line for prompt in asked], load_target(args.target, dtype=dtype), drafter, settings
+    return tokenizer, prompts, [prompt.line for prompt in asked], load_target(args.target, **options), drafter, settings
 
 
 def prompt_ids(asked: list, tokenizer, mode: str, config, args: argparse.Namespace) -> list[list[int]]:
@@ -337,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         report, code = run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:

@@ -32,7 +32,7 @@ from safetensors.numpy import load_file, save_file
 from test_gguf_io import write_tokenizer
 
 from dspine_jax import bounds, memory, probes, replay, speculative, weight_folder
-from dspine_jax.config import DataConfig, DrafterConfig, TargetConfig, TrainConfig
+from dspine_jax.config import DataConfig, DrafterConfig, KernelConfig, TargetConfig, TrainConfig
 from dspine_jax.config_io import read_config, save_config
 from dspine_jax.drafter import Drafter
 from dspine_jax.drafter_io import save_drafter
@@ -269,6 +269,14 @@ def weights_dtype(outcome: Outcome) -> str:
     return str(outcome.decoders[0].target.output_embedding_VD.dtype)
 
 
+def drafter_kernels(outcome: Outcome):
+    return outcome.decoders[0].drafter.kernels
+
+
+def target_kernels(outcome: Outcome):
+    return outcome.decoders[0].target.kernels
+
+
 def most_proposed(outcome: Outcome) -> int:
     return max((r.proposed for r in outcome.rounds), default=0)
 
@@ -291,6 +299,7 @@ GENERATE = [
     Row("--seed", "", "--seed 1", tokens, f"{DRAFTED} --temperature 1 'w10 w20'"),
     Row("--batch-size", "", "--batch-size 1", lambda o: set(o.started), f"{PLAIN} --prompts {{two.jsonl}}"),
     Row("--dtype", "", "--dtype bfloat16", weights_dtype, f"{PLAIN} 'w10 w20'"),
+    Row("--kernel", "", "--kernel injection=xla --kernel cached_attention=xla", (drafter_kernels, target_kernels), f"{DRAFTED} 'w10 w20'"),
     Row("--check", "", "--check", lambda o: o.code, f"{DRAFTED} 'w10 w20'"),  # with a careless loop
     Row("--no-baseline", "", "--no-baseline", lambda o: len(o.decoders), f"{BASE} --drafter {{dspine}} 'w10 w20'"),
     Row("--json", "", "--json", lambda o: o.out.startswith("{"), f"{BASE} 'w10 w20'"),
@@ -381,6 +390,11 @@ BAD_INPUT = [
     ("hello --target {nowhere}", ["nowhere: no such file or folder"]),
     ("hello --target {one.jsonl}", ["one.jsonl: not a .gguf file"]),
     ("hello --tokenizer {data}", ["data/tokenizer.json is missing"]),
+    ("hello --kernel injektion=xla", ["--kernel: unknown key injektion; did you mean injection?"]),
+    ("hello --kernel injection=fast", ["kernels.injection 'fast' is none of 'xla', 'pallas'"]),
+    ("hello --kernel injection", ["--kernel 'injection' is not of the form OP=IMPLEMENTATION"]),
+    ("hello --kernel head_softmax=xla", ["kernels.head_softmax is 'xla', but decoding never calls it"]),
+    ("hello --kernel cached_attention=pallas", ["cached_attention: 'pallas'", "cannot run on a CPU"]),
     ("hello --tokenizer {no_template}", ["no chat template; use --raw"]),
 ]
 
@@ -676,6 +690,15 @@ def decoded(outcome: Outcome) -> list:
     return [entry.get("rounds") for content in contents.values() for entry in content.get("decoding", [])]
 
 
+def drafter_of_the_loop(outcome: Outcome):
+    """What the timed decoding with a drafter was compiled with."""
+    return next(decoder.drafter.kernels for decoder in outcome.decoders if decoder.drafter is not None)
+
+
+def kernels_of_results(outcome: Outcome):
+    return json.loads((outcome.folder / "results.json").read_text()).get("kernels")
+
+
 STORED = "--target {target} --drafter {dspine} --data {data} --dtype float32 --max-new-tokens 12 --batch-size 2"
 WRITTEN = STORED.replace("--data {data}", "--benchmarks {two.jsonl}")
 HOT = f"{WRITTEN} --temperature 1"
@@ -697,6 +720,7 @@ EVALUATE = [
     Row("--decode-batch-size", "", "--decode-batch-size 2", lambda o: set(o.started), f"{STORED} --decode 1"),
     Row("--decode-drafts", "", "--decode-drafts 1", lambda o: max(r[1] for rounds in decoded(o)[1] for r in rounds), f"{STORED} --decode 1"),
     Row("--dtype", "", "--dtype bfloat16", lambda o: o.judged[0][2], STORED),
+    Row("--kernel", "", "--kernel topk_logits=chunks", (drafter_of_the_loop, kernels_of_results), f"{STORED} --decode 1"),
     Row("--batch-size", "", "--batch-size 3", lambda o: o.judged[0][-2].shape[0], STORED),
     Row("--anchors-per-chunk", "", "--anchors-per-chunk 7", (lambda o: o.judged[0][4], lambda o: o.judged[0][-1].shape[1]), STORED),
 ]
@@ -1177,6 +1201,11 @@ def step_text(seen) -> str:
     return str(traced(seen).jaxpr)
 
 
+def graph_text(seen) -> str:
+    """The drafter's static part, for what changes the step on an accelerator alone."""
+    return str(seen.graphdef)
+
+
 def lowered_text(seen) -> str:
     """The lowered training step, which also holds the values of constant arrays."""
     return traced(seen).lower().as_text()
@@ -1369,12 +1398,18 @@ CONFIG = [
     config_row("checkpoint.every", 3, kept_steps),
     config_row("checkpoint.keep", 1, kept_steps),
     config_row("log.every", 4, logged_steps),
+    config_row("kernels.injection", "xla", step_text),
+    config_row("kernels.block_attention", "xla", step_text, common="compute_dtype=bfloat16 drafter.head_dim=16"),
+    config_row("kernels.topk_logits", "chunks", step_text, common=SELECTING),
+    config_row("kernels.head_softmax", "xla", graph_text),
 ]
-# What a checkpoint carries and another value is refused for: (value that goes on, value that is refused, the words).
+# What a checkpoint carries, or nothing in training reads, and another value is refused for: (value that goes on, value that is refused, the words).
 CARRIED = {
     "drafter.hidden_size": (16, 32, "drafter.hidden_size is 32 but the target has 16"),
     "drafter.vocab_size": (128, 64, "drafter.vocab_size is 64 but the target has 128"),
     "drafter.num_target_layers": (2, 9, "drafter.num_target_layers is 9 but the target has 2"),
+    "kernels.transition": (None, "xla", "kernels.transition is 'xla', but training never calls it"),
+    "kernels.cached_attention": (None, "xla", "kernels.cached_attention is 'xla', but training never calls it"),
     "drafter.template_mode": (None, "thinking", "does not record its template mode, but 'thinking' is asked for"),
 }
 
@@ -1434,6 +1469,13 @@ def test_every_training_setting_changes_something(name, first, second, observe, 
         else:
             before, after = (planned(text, look) for text in settings)
         assert before != after, look.__name__
+
+
+def test_a_kernel_that_cannot_run_is_refused_in_one_line(files, base_config):
+    """Before the workdir is made."""
+    outcome = call(training.main, [str(base_config), f"--set=workdir={files / 'no kernel'}", "--set=kernels.injection=pallas"])
+    assert (outcome.code, outcome.out, (files / "no kernel").exists()) == (2, "", False)
+    assert outcome.err == "error: injection: 'pallas' is a kernel of an accelerator and cannot run on a CPU; use 'xla' or the default\n"
 
 
 @pytest.mark.parametrize("name", CARRIED)
@@ -1701,7 +1743,7 @@ def test_prepare_resolves_what_is_left_out(files, prepared, tmp_path):
 
 # Random weights; steps, not epochs; the folder's width; parts of other methods; exponential decay; and these data record no mode.
 TRAIN_MAY_BE_NONE = {"init_from", "epochs", "data.max_length", "loss.dpace_alpha", "drafter.template_mode"}
-TRAIN_MAY_BE_NONE |= {f"drafter.{part}" for part in OTHER_PARTS}
+TRAIN_MAY_BE_NONE |= {f"drafter.{part}" for part in OTHER_PARTS} | {f"kernels.{field.name}" for field in dataclasses.fields(KernelConfig)}
 
 
 @pytest.mark.parametrize("method", tiny.METHODS)

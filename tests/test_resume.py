@@ -80,11 +80,11 @@ for name, stop_at, argv in json.loads(sys.argv[1]):
 """
 
 
-def drive(base: Path, jobs: list[tuple[str, int | None]]) -> None:
+def drive(base: Path, jobs: list[tuple[str, int | None]], *sets: str) -> None:
     """Run jobs (workdir name, step in which Ctrl-C arrives or None) in one new process; the log of all goes to log.jsonl."""
     commands = []
     for name, stop_at in jobs:
-        commands.append((name, stop_at, [str(base / f"{name.split('-')[0]}.py"), "--set", f"workdir={base / name}"]))
+        commands.append((name, stop_at, [str(base / f"{name.split('-')[0]}.py"), *(f"--set={text}" for text in (f"workdir={base / name}", *sets))]))
     # Unoptimised code compiles in half the time, and is as deterministic.
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
@@ -115,6 +115,7 @@ def runs(tmp_path_factory) -> dict:
     """Ten steps in one go, 5 + 5 and 3 + 3 + 4, of both methods, in three processes (each resume in a later one).
 
     DFlash exports averaged weights. Between its halves dspine-5 is made what the trainer wrote when it knew DFlash and DSpine alone.
+    The first resume of each chooses a kernel, which on a CPU is the default too.
     """
     base = tmp_path_factory.mktemp("runs")
     target, data = tiny.write_target(base / "target"), tiny.write_data(base / "data")
@@ -135,7 +136,7 @@ def runs(tmp_path_factory) -> dict:
         (base / f"{method}.py").write_text(f"from dspine_jax.config_io import read_config\nconfig = read_config({str(base / f'{method}.json')!r})\n")
     drive(base, [("dspine-whole", None), ("dflash-whole", None), ("dspine-5", 5), ("dflash-5", 5), ("dspine-3", 3)])
     rewrite_meta(base / "dspine-5", 5, as_written_before)
-    drive(base, [("dspine-5", None), ("dflash-5", None), ("dspine-3", 6)])
+    drive(base, [("dspine-5", None), ("dflash-5", None), ("dspine-3", 6)], "kernels.block_attention=xla")
     before = tiny.fingerprints(base / "dflash-5")
     drive(base, [("dspine-3", None), ("dflash-5", None)])
     log: dict[str, list] = {}
@@ -291,6 +292,15 @@ def test_a_copied_run_may_resume_with_another_mesh_paths_and_periods(runs, tmp_p
     sets += ["checkpoint.keep=1", "optimizer.on_nonfinite=stop", "optimizer.max_consecutive_skips=3"]
     assert main([str(base / "dflash.py"), *(part for text in sets for part in ("--set", text))]) == 0
     assert "nothing to do" in capsys.readouterr().out
+
+
+def test_kernels_are_no_part_of_a_run_or_a_drafter(runs):
+    """Another choice goes on, above; what a run is compared by and what is exported never names one, so that a kernel may come and go."""
+    workdir = runs["base"] / "dspine-5"
+    assert json.loads((workdir / "config.json").read_text())["kernels"]["block_attention"] == "xla"
+    meta = json.loads((workdir / "checkpoints" / str(STEPS) / "meta" / "metadata").read_text())
+    assert meta["config"]["steps"] == STEPS and "kernels" not in meta["config"]
+    assert "kernels" not in (workdir / "drafter" / "config.json").read_text()
 
 
 # ---- TensorBoard --------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         except NonFiniteError as error:
             print(f"stopped: {error}", file=sys.stderr)
             return 3
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -24,6 +24,7 @@ from dspine_jax.sharding import assert_shardings, batch_sharding, check_batch, m
 from dspine_jax.target import Target
 from dspine_jax.target_io import load_target, read_target_config
 from dspine_jax.transfer import build_transfer_space
+from pallas_kernels.dispatch import check_here
 from serve.environment import GIB, peak_memory_gib
 from train.chat_rows import check_template_mode
 from train.checkpoint import Checkpointer
@@ -41,6 +42,7 @@ RESUMABLE_CHANGES = (
     "log",
     "checkpoint",
     "remat",
+    "kernels",
     "data.path",
     "optimizer.on_nonfinite",
     "optimizer.max_consecutive_skips",
@@ -56,8 +58,9 @@ def run(config: TrainConfig, objective: Callable = block_objective) -> Path:
 
     A workdir with checkpoints is resumed at its last complete step: parameters, moments, anchors and
     batches continue bit for bit, on any mesh; ``init_from`` has no say then. Raises ValueError for an impossible config (before any
-    weight is read where possible), NonFiniteError as ``optimizer.on_nonfinite`` says.
+    weight is read where possible), NotImplementedError for kernels that cannot run, NonFiniteError as ``optimizer.on_nonfinite`` says.
     """
+    check_here(config.kernels.chosen)
     mesh = make_mesh(config.mesh)
     check_batch(config.data.batch_size, mesh)
     config, target_config, data = prepare_run(config)
@@ -125,8 +128,9 @@ def prepare_run(config: TrainConfig) -> tuple[TrainConfig, TargetConfig, Dataset
 
 
 def identity_of(config: TrainConfig, target: TargetConfig, data: DatasetFolder) -> dict:
-    """What ``check_same_run`` compares, as plain values."""
-    return {"config": config_to_dict(config), "target": config_to_dict(target), "data": data.manifest.sha256}
+    """What ``check_same_run`` compares, as plain values. Kernels are left out: a run must stay readable where a kernel of its time is gone."""
+    compared = {name: value for name, value in config_to_dict(config).items() if name != "kernels"}
+    return {"config": compared, "target": config_to_dict(target), "data": data.manifest.sha256}
 
 
 def _train(config, mesh, graphdef, target, state, iterator, checkpointer, identity, workdir, objective=block_objective) -> TrainState:

@@ -10,6 +10,7 @@ EPILOG = """examples:
   dspine-train configs/smollm2_135m_dspine.py --set target=SmolLM2-135M-Instruct.Q4_1.gguf --set data.path=data/smollm2
   dspine-train configs/smollm2_135m_dspine.py --set drafter.injection.layers=(4,) --set workdir=runs/last_only
   dspine-train my_config.py --set init_from=runs/a/drafter --set workdir=runs/b      start from a trained drafter's weights
+  dspine-train my_config.py --set kernels.injection=xla     plain XLA for one operation; a choice that cannot run is an error
   dspine-train my_config.py --print-config          show the config with every override applied
 The same command in the same workdir resumes at the last complete checkpoint."""
 
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         except NonFiniteError as error:
             print(f"stopped: {error}", file=sys.stderr)
             return 3
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -56,10 +56,12 @@ def measure(args: argparse.Namespace) -> dict:
     from dspine_jax.config_io import apply_overrides, load_config
     from dspine_jax.sharding import check_batch, make_mesh
     from dspine_jax.target_io import read_target_config
+    from pallas_kernels.dispatch import check_here
     from train.loop import load_sharded_target, with_transfer_space
     from train.step import initial_state
 
     config = apply_overrides(load_config(args.config), args.set)
+    check_here(config.kernels.chosen)
     mesh = make_mesh(config.mesh)
     check_batch(config.data.batch_size, mesh)
     target_config = read_target_config(config.target)
@@ -177,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
     try:
         report = measure(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.json:

@@ -78,7 +78,7 @@ def purpose_key(key: jax.Array, purpose: str) -> jax.Array:
 
 def build_drafter(config: TrainConfig, key: jax.Array) -> Drafter:
     """A freshly initialised drafter with fp32 parameters (``config.drafter`` resolved)."""
-    return Drafter(config.drafter, rngs=nnx.Rngs(params=key), remat=config.remat)
+    return Drafter(config.drafter, rngs=nnx.Rngs(params=key), remat=config.remat, kernels=config.kernels)
 
 
 def abstract_state(config: TrainConfig) -> tuple[nnx.GraphDef, TrainState]:

@@ -11,6 +11,8 @@ from pallas_kernels.dispatch import gpu_or_reference, run_kernel
 
 __all__ = ["block_attention"]
 
+IMPLEMENTATIONS = ("xla", "pallas")
+
 
 def block_attention(
     q_BNKHC: jax.Array,

@@ -11,6 +11,8 @@ from pallas_kernels.dispatch import gpu_or_reference
 
 __all__ = ["cached_attention"]
 
+IMPLEMENTATIONS = ("xla", "pallas")
+
 LEAST_PROGRAMS = 128
 
 

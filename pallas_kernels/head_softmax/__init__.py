@@ -13,6 +13,8 @@ from pallas_kernels.mesh import mesh_in_scope
 
 __all__ = ["head_softmax", "position_multiple"]
 
+IMPLEMENTATIONS = ("xla", "mosaic_gpu")
+
 
 def position_multiple(batch: int) -> int:
     """How many positions of each of ``batch`` rows fill the kernel's tiles on every device; calls with multiples of it can use the kernel."""

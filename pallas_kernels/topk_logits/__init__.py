@@ -11,6 +11,8 @@ from pallas_kernels.topk_logits import chunks, ref
 
 __all__ = ["topk_logits"]
 
+IMPLEMENTATIONS = ("xla", "chunks", "pallas", "triton")
+
 
 def topk_logits(
     hidden: jax.Array, rows_VD: jax.Array, num_candidates: int, *, num_tokens: int, implementation: str | None = None
@@ -40,7 +42,7 @@ def topk_logits(
 
         return run_kernel("topk_logits", args, {"cuda": bind(triton_gpu.topk_logits)}, {"cuda": triton_gpu.unsupported(*args, num_candidates)})
     if implementation is not None:
-        raise ValueError(f"implementation {implementation!r} is none of 'xla', 'chunks', 'pallas', 'triton'")
+        raise ValueError(f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}")
     plain = bind(chunks.topk_logits)
     on_gpu = plain if reason else or_reference("topk_logits", bind(pallas_gpu.topk_logits), plain)
     return jax.lax.platform_dependent(*args, cuda=on_gpu, default=bind(ref.topk_logits))

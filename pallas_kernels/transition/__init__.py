@@ -17,6 +17,8 @@ LEAST_PREDECESSORS = 256
 
 __all__ = ["follow", "greedy_walk", "transition_table"]
 
+IMPLEMENTATIONS = ("xla", "pallas")
+
 
 def transition_table(
     pre_write_BNKD: jax.Array,
