@@ -15,7 +15,7 @@ from pallas_kernels.mesh import mesh_in_scope
 
 __all__ = ["InjectionWeights", "injection", "unit", "write"]
 
-IMPLEMENTATIONS = ("xla", "pallas", "triton")
+IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic_gpu")
 
 
 def _with_gradient(kernel, eps: float):
@@ -63,14 +63,18 @@ def injection(
         return _reference(*args, eps=eps)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    from pallas_kernels.injection import pallas_gpu, pallas_tpu, triton_gpu
+    from pallas_kernels.injection import mosaic_gpu, pallas_gpu, pallas_tpu, triton_gpu
 
     reason = _unsupported(x_BNKD, weights)
     if implementation == "triton":
         reason = reason or without_jax_triton()
+    if implementation == "mosaic_gpu":
+        reason = reason or mosaic_gpu.unsupported(x_BNKD, weights)
     if reason:
         raise NotImplementedError(f"injection: the kernels do not serve {reason}")
     if implementation == "triton":
         return jax.lax.platform_dependent(*args, cuda=_with_gradient(triton_gpu.injection, eps))
+    if implementation == "mosaic_gpu":
+        return jax.lax.platform_dependent(*args, cuda=_with_gradient(mosaic_gpu.injection, eps))
     tpu = {} if pallas_tpu.unsupported(x_BNKD, weights) else {"tpu": _with_gradient(pallas_tpu.injection, eps)}
     return jax.lax.platform_dependent(*args, cuda=_with_gradient(pallas_gpu.injection, eps), **tpu)
