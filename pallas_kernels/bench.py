@@ -10,8 +10,8 @@ a call from the host with this many arguments takes longer than the operations. 
 the distance between the quartiles. The floor is the time that the bytes (every input read once,
 every output written once) take at the bandwidth of a large copy, measured first. 'default' is what the operation chooses by itself, 'xla' its reference.
 
-``--scan`` tries the launches that an operation's ``pallas_gpu.candidates`` offers, kernel after kernel, the best so far kept for the others; ``--set``
-sets one: --set injection.write=16,32,128,1,4,4.
+``--scan`` tries the launches that ``candidates`` of an operation's ``pallas_gpu`` (or ``mosaic_gpu``) offers, kernel after kernel, the best so far kept for
+the others; ``--set`` sets one: --set injection.write=16,32,128,1,4,4.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ def part(op, module: str):
     """A module of an operation's folder, None if it has no such module."""
     name = f"{op.__name__}.{module}"
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def launches(op, implementation: str | None = None):
+    """The module of an operation's folder that has its launches: of 'mosaic_gpu', or of the Triton kernels."""
+    return part(op, "mosaic_gpu" if implementation == "mosaic_gpu" else "pallas_gpu")
 
 
 def repeated(run, count: int):
@@ -178,7 +183,7 @@ def make_case(op, name: str, batch: int, args) -> Case:
 
 def scan(op, name: str, batch: int, args) -> list[dict]:
     """Times under the launches of ``candidates``, the best of each kernel kept while the next is tried; each kernel has its share of the time."""
-    kernels = part(op, "pallas_gpu")
+    kernels = launches(op, args.scan)
     case, records = make_case(op, name, batch, args), []
     own = {kernel: dict(launches) for kernel, launches in kernels.LAUNCHES.items()}
     for kernel in kernels.LAUNCHES:
@@ -207,11 +212,12 @@ def scan(op, name: str, batch: int, args) -> list[dict]:
 
 def set_launch(parser: argparse.ArgumentParser, item: str) -> None:
     target, _, numbers = item.partition("=")
-    name, _, kernel = target.partition(".")
-    kernels = next((part(op, "pallas_gpu") for op in OPS if op_name(op) == name), None)
-    if kernel not in getattr(kernels, "LAUNCHES", {}):
-        known = [f"{op_name(op)}.{kernel}" for op in OPS for kernel in getattr(part(op, "pallas_gpu"), "LAUNCHES", {})]
-        parser.error(f"--set {item}: no kernel {target!r}, only {', '.join(known)}")
+    kernel = target.partition(".")[2]
+    modules = [(op, launches(op, implementation)) for op in OPS for implementation in (None, "mosaic_gpu")]
+    tuned = {f"{op_name(op)}.{kernel}": module for op, module in modules for kernel in getattr(module, "LAUNCHES", {})}
+    if target not in tuned:
+        parser.error(f"--set {item}: no kernel {target!r}, only {', '.join(tuned)}")
+    kernels = tuned[target]
     launch = next(iter(kernels.LAUNCHES[kernel].values()))
     try:
         kernels.LAUNCHES[kernel] = {2**30: type(launch)(*map(int, numbers.split(",")))}
@@ -235,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS), help="xla before what to compare with it")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--scan", nargs="?", choices=("pallas", "triton"), const="pallas", help="try launches of this implementation (pallas)")
+    parser.add_argument("--scan", nargs="?", choices=("pallas", "triton", "mosaic_gpu"), const="pallas", help="try launches of this implementation (pallas)")
     parser.add_argument("--seconds", type=float, default=120.0, help="for one scan of an operation at a shape and batch")
     parser.add_argument("--top", type=int, default=8, help="lines of a scan's table")
     parser.add_argument("--set", nargs="+", default=[], metavar="OP.KERNEL=NUMBERS")
@@ -248,7 +254,7 @@ def main(argv: list[str] | None = None) -> None:
         specs = part(op, "arg_specs")
         if (args.blocks > 1 or args.gradients) and "blocks" not in specs.arguments.__code__.co_varnames:
             parser.error(f"--blocks {args.blocks}, --gradients: {op_name(op)} runs in decoding alone; leave it out of --ops")
-        if args.scan and not hasattr(part(op, "pallas_gpu"), "candidates"):
+        if args.scan and not hasattr(launches(op, args.scan), "candidates"):
             parser.error(f"--scan: {op_name(op)} has no launches to choose from; leave it out of --ops")
 
     bandwidth = copy_bandwidth()

@@ -14,6 +14,7 @@ on one, but whatever else runs beside them ends by itself).
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.injection.pallas_gpu import _feature_factor, features_from_parts
 from pallas_kernels.injection.ref import InjectionWeights
+from pallas_kernels.shapes import ModelShape
 
 ROWS = 16  # of a call; the short side of a product
 TILE, OWN = 64, 32  # columns of a tile of A and Gh, and of the stream that a program writes
@@ -39,7 +41,18 @@ class Launch(NamedTuple):
     batch: int
 
 
-LAUNCH = Launch(128, 7, 4)
+LAUNCHES = {"round": {ROWS: Launch(128, 7, 4)}}  # as those of pallas_gpu, for the benchmark's --scan and --set
+
+
+def _launch() -> Launch:
+    return next(iter(LAUNCHES["round"].values()))
+
+
+def candidates(kernel: str, shape: ModelShape, blocks: int) -> list[Launch]:
+    """Launches worth a try: what fits into shared memory beside the rows, half of their depth, and the features."""
+    room = (225 << 10) - 2 * ROWS * (shape.hidden_size // 2 + shape.transfer_size) - 4 * ROWS * 2 * OWN
+    grid = ((depth, stages, batch) for depth in (128, 256) for stages in (8, 7, 6, 5, 4, 3, 2) for batch in (4, 2, 1))
+    return [x for x in itertools.starmap(Launch, grid) if 2 * TILE * x.depth * x.stages <= room and shape.transfer_size // 2 % (x.depth * x.batch) == 0]
 
 
 def _transforms(width: int):
@@ -56,13 +69,13 @@ def _counters(count: int):
     return pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
 
 
-def _arrive(counter):
+def _arrive(counters, index):
     """One more; whoever sees it sees what this warpgroup wrote before."""
-    plgpu.semaphore_signal(counter, memory_scope="gpu")
+    plgpu.semaphore_signal(counters.at[index], memory_scope="gpu")
 
 
-def _wait(counter, count):
-    plgpu.semaphore_wait(counter, count, decrement=False, memory_scope="gpu")
+def _wait(counters, index, count):
+    plgpu.semaphore_wait(counters.at[index], count, decrement=False, memory_scope="gpu")
 
 
 def _stacked_product(sum_CT, weights_smem, features_smem):
@@ -172,9 +185,9 @@ def _kernel(x_ref, norm_ref, a_ref, gh_ref, bias_ref, gp_ref, m_ref, anchor_ref,
             ref.transpose((1, 0))[...] = plgpu.layout_cast(sum_CT, plgpu.Layout._WGMMA_ACC_32BIT)
 
         store(z_ref.at[a_split, pl.ds(1, ROWS), a_columns], product(0, a_steps, 0))
-        _arrive(part_arrived.at[a_tile])
+        _arrive(part_arrived, a_tile)
         store(g_ref.at[half, :, gh_columns], product(a_steps, gh_steps, a_steps // batch))
-        _arrive(half_arrived.at[pair])
+        _arrive(half_arrived, pair)
 
         plgpu.barrier_wait(featured)
 
@@ -187,7 +200,7 @@ def _kernel(x_ref, norm_ref, a_ref, gh_ref, bias_ref, gp_ref, m_ref, anchor_ref,
 
         zeros_CT = plgpu.layout_cast(jnp.zeros((2 * OWN, ROWS), jnp.float32), plgpu.Layout.WGMMA)
         store(out_smem, jax.lax.fori_loop(0, own_steps, step, zeros_CT))
-        _wait(half_arrived.at[pair], 2)
+        _wait(half_arrived, pair, 2)
 
         layout = plgpu.Layout.SMEM_GMEM_COPY((ROWS, OWN), jnp.float32, 2 * OWN)
         load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)  # noqa: E731
@@ -221,11 +234,11 @@ def _kernel(x_ref, norm_ref, a_ref, gh_ref, bias_ref, gp_ref, m_ref, anchor_ref,
         @pl.when(pair == 0)
         def _():
             square_ref.at[half, pl.ds(1, ROWS)][...] = square_TQ.sum(axis=1)
-            _arrive(features_arrived.at[0])
+            _arrive(features_arrived, 0)
 
         @pl.when(a_split == 0)
         def _():
-            _wait(part_arrived.at[a_tile], splits)
+            _wait(part_arrived, a_tile, splits)
             layout = plgpu.Layout.SMEM_GMEM_COPY((ROWS, TILE), jnp.float32, 128)
             load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)  # noqa: E731
             z_TC = functools.reduce(jnp.add, [load(z_ref.at[s, pl.ds(0, ROWS), a_columns]) for s in range(splits)])  # of the row before
@@ -237,9 +250,9 @@ def _kernel(x_ref, norm_ref, a_ref, gh_ref, bias_ref, gp_ref, m_ref, anchor_ref,
                 anchor_C = plgpu.load(anchor_ref.at[n, a_columns], layout=layout.reduce(0), optimized=False)
                 z_TC = jnp.where(row_TC == n * slots + 1, _across(anchor_C, (ROWS, TILE), 1, layout), z_TC)
             feature_ref.at[:, a_columns][...] = z_TC.astype(jnp.bfloat16)
-            _arrive(features_arrived.at[0])
+            _arrive(features_arrived, 0)
 
-        _wait(features_arrived.at[0], a_tiles + 2)
+        _wait(features_arrived, 0, a_tiles + 2)
         layout = plgpu.Layout.SMEM_GMEM_COPY((ROWS, depth), jnp.bfloat16, 2 * OWN)
         for i in range(own_steps):
             feature_smem.at[i][...] = plgpu.load(feature_ref.at[:, pl.ds(i * depth, depth)], layout=layout, optimized=False)
@@ -267,8 +280,9 @@ def unsupported(x_BNKD: jax.Array, weights: InjectionWeights) -> str | None:
         return f"jax {jax.__version__} (0.11 or newer)"
     if B * N * K > ROWS:
         return f"{B * N * K} rows (at most {ROWS})"
-    pieces = LAUNCH.depth * LAUNCH.batch
-    if R % TILE or D % R or (R // 2) % pieces or (D // 2) % pieces or R % LAUNCH.depth:
+    launch = _launch()
+    pieces = launch.depth * launch.batch
+    if R % TILE or D % R or (R // 2) % pieces or (D // 2) % pieces or R % launch.depth:
         return f"a stream {D} wide with features of {R}"
     if D // OWN > _multiprocessors():
         return f"a device of {_multiprocessors()} multiprocessors (a stream {D} wide wants {D // OWN})"
@@ -286,13 +300,14 @@ def injection(
     B, N, K, D = x_BNKD.shape
     R, T = weights.feature_DR.shape[1], B * N * K
     splits = 2 * D // R
-    depth, stages, batch = LAUNCH
+    launch = _launch()
+    depth, stages, batch = launch
     x_TD = jnp.pad(x_BNKD.reshape(T, D), ((0, ROWS - T), (0, 0)))
     fp32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     smem = lambda shape, width: plgpu.SMEM(shape, jnp.bfloat16, transforms=_transforms(width))  # noqa: E731
     run = plgpu.kernel(
-        functools.partial(_kernel, slots=K, eps=eps, launch=LAUNCH),
+        functools.partial(_kernel, slots=K, eps=eps, launch=launch),
         out_type=(bf16(ROWS, D), fp32(ROWS, D), fp32(splits, ROWS + 1, R), fp32(2, ROWS + 1), bf16(ROWS, R), fp32(R // TILE, ROWS), fp32(2, ROWS, D)),
         scratch_types=(
             smem((D // 2 // depth, ROWS, depth), TILE),
