@@ -78,6 +78,18 @@ def _wait(counters, index, count):
     plgpu.semaphore_wait(counters.at[index], count, decrement=False, memory_scope="gpu")
 
 
+def _load(ref, layout):
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def _store(ref, x):
+    """Whether whole cache lines are written or not, which jax 0.12 wants to be told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def _stacked_product(sum_CT, weights_smem, features_smem):
     """sum [64,16] + two pieces of weights [2,Q,32], one above the other, times features [16,Q]."""
 
@@ -182,7 +194,7 @@ def _kernel(x_ref, norm_ref, a_ref, gh_ref, bias_ref, gp_ref, m_ref, anchor_ref,
 
         def store(ref, sum_CT):
             """Rows of a product into rows of memory, number by number."""
-            ref.transpose((1, 0))[...] = plgpu.layout_cast(sum_CT, plgpu.Layout._WGMMA_ACC_32BIT)
+            _store(ref.transpose((1, 0)), plgpu.layout_cast(sum_CT, plgpu.Layout._WGMMA_ACC_32BIT))
 
         store(z_ref.at[a_split, pl.ds(1, ROWS), a_columns], product(0, a_steps, 0))
         _arrive(part_arrived, a_tile)
@@ -199,19 +211,19 @@ def _kernel(x_ref, norm_ref, a_ref, gh_ref, bias_ref, gp_ref, m_ref, anchor_ref,
             return sum_CT
 
         zeros_CT = plgpu.layout_cast(jnp.zeros((2 * OWN, ROWS), jnp.float32), plgpu.Layout.WGMMA)
-        store(out_smem, jax.lax.fori_loop(0, own_steps, step, zeros_CT))
+        store(out_smem.at[:, pl.ds(0, 2 * OWN)], jax.lax.fori_loop(0, own_steps, step, zeros_CT))
         _wait(half_arrived, pair, 2)
 
         layout = plgpu.Layout.SMEM_GMEM_COPY((ROWS, OWN), jnp.float32, 2 * OWN)
-        load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)  # noqa: E731
-        line = lambda ref, axis: plgpu.load(ref, layout=layout.reduce(1 - axis), optimized=False).astype(jnp.float32)  # noqa: E731
+        load = functools.partial(_load, layout=layout)
+        line = lambda ref, axis: _load(ref, layout.reduce(1 - axis)).astype(jnp.float32)  # noqa: E731
         across = lambda ref, axis: _across(line(ref, axis), (ROWS, OWN), axis, layout)  # noqa: E731
         rms_TC, factor_TC, bias_TC = across(factor_smem.at[0], 0), across(factor_smem.at[1], 0), across(bias_ref.at[own], 1)
         gate_TC, message_TC = (load(out_smem.at[:, pl.ds(part * OWN, OWN)]) * factor_TC for part in range(2))
         hidden_gate_TC = (load(g_ref.at[0, :, own]) + load(g_ref.at[1, :, own])) * rms_TC + bias_TC
-        hidden_gate_ref.at[:, own][...] = hidden_gate_TC
+        _store(hidden_gate_ref.at[:, own], hidden_gate_TC)
         new_TC = load(x_ref.at[:, own]).astype(jnp.float32) + message_TC / (1.0 + jnp.exp(-(gate_TC + hidden_gate_TC)))
-        new_ref.at[:, own][...] = new_TC.astype(new_ref.dtype)
+        _store(new_ref.at[:, own], new_TC.astype(new_ref.dtype))
 
     @pl.when(role == HELP)
     def _():
@@ -222,8 +234,7 @@ def _kernel(x_ref, norm_ref, a_ref, gh_ref, bias_ref, gp_ref, m_ref, anchor_ref,
             pieces = []
             for i in range(j * batch, (j + 1) * batch):
                 columns = pl.ds(step_depth(i), depth)
-                pieces.append([plgpu.load(x_ref.at[:, columns], layout=layout, optimized=False)])
-                pieces[-1].append(plgpu.load(norm_ref.at[columns], layout=layout.reduce(0), optimized=False))
+                pieces.append((_load(x_ref.at[:, columns], layout), _load(norm_ref.at[columns], layout.reduce(0))))
             for i, (x_TQ, norm_Q) in zip(range(j * batch, (j + 1) * batch), pieces):
                 x_TQ = x_TQ.astype(jnp.float32)
                 square_TQ += x_TQ * x_TQ
@@ -233,36 +244,36 @@ def _kernel(x_ref, norm_ref, a_ref, gh_ref, bias_ref, gp_ref, m_ref, anchor_ref,
 
         @pl.when(pair == 0)
         def _():
-            square_ref.at[half, pl.ds(1, ROWS)][...] = square_TQ.sum(axis=1)
+            _store(square_ref.at[half, pl.ds(1, ROWS)], square_TQ.sum(axis=1))
             _arrive(features_arrived, 0)
 
         @pl.when(a_split == 0)
         def _():
             _wait(part_arrived, a_tile, splits)
             layout = plgpu.Layout.SMEM_GMEM_COPY((ROWS, TILE), jnp.float32, 128)
-            load = lambda ref: plgpu.load(ref, layout=layout, optimized=False)  # noqa: E731
+            load = functools.partial(_load, layout=layout)
             z_TC = functools.reduce(jnp.add, [load(z_ref.at[s, pl.ds(0, ROWS), a_columns]) for s in range(splits)])  # of the row before
             row_TC = plgpu.broadcasted_iota(jnp.int32, (ROWS, TILE), 0, layout=layout)
             slot_TC = row_TC % slots
             z_TC = jnp.where(slot_TC >= 2, z_TC, jnp.float32(0))
-            feature_square_ref.at[a_tile][...] = (z_TC * z_TC).sum(axis=1)
+            _store(feature_square_ref.at[a_tile], (z_TC * z_TC).sum(axis=1))
             for n in range(anchor_ref.shape[0]):
-                anchor_C = plgpu.load(anchor_ref.at[n, a_columns], layout=layout.reduce(0), optimized=False)
+                anchor_C = _load(anchor_ref.at[n, a_columns], layout.reduce(0))
                 z_TC = jnp.where(row_TC == n * slots + 1, _across(anchor_C, (ROWS, TILE), 1, layout), z_TC)
-            feature_ref.at[:, a_columns][...] = z_TC.astype(jnp.bfloat16)
+            _store(feature_ref.at[:, a_columns], z_TC.astype(jnp.bfloat16))
             _arrive(features_arrived, 0)
 
         _wait(features_arrived, 0, a_tiles + 2)
         layout = plgpu.Layout.SMEM_GMEM_COPY((ROWS, depth), jnp.bfloat16, 2 * OWN)
         for i in range(own_steps):
-            feature_smem.at[i][...] = plgpu.load(feature_ref.at[:, pl.ds(i * depth, depth)], layout=layout, optimized=False)
+            feature_smem.at[i][...] = _load(feature_ref.at[:, pl.ds(i * depth, depth)], layout)
         line = layout.reduce(1)
-        load = lambda ref: plgpu.load(ref, layout=line, optimized=False)  # noqa: E731
+        load = functools.partial(_load, layout=line)
         rms = lambda first: jax.lax.rsqrt((load(square_ref.at[0, pl.ds(first, ROWS)]) + load(square_ref.at[1, pl.ds(first, ROWS)])) / D + eps)  # noqa: E731
         square_T = functools.reduce(jnp.add, [load(feature_square_ref.at[tile]) for tile in range(a_tiles)])
         slot_T = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=line) % slots
-        factor_smem.at[0][...] = rms(1)
-        factor_smem.at[1][...] = jnp.where(slot_T >= 2, _feature_factor(square_T, rms(0), R), jnp.float32(1))
+        _store(factor_smem.at[0], rms(1))
+        _store(factor_smem.at[1], jnp.where(slot_T >= 2, _feature_factor(square_T, rms(0), R), jnp.float32(1)))
         plgpu.commit_smem()
         plgpu.barrier_arrive(featured)
 
@@ -313,7 +324,7 @@ def injection(
             smem((D // 2 // depth, ROWS, depth), TILE),
             smem((R // depth, ROWS, depth), OWN),
             plgpu.SMEM((2, ROWS), jnp.float32),
-            plgpu.SMEM((ROWS, 2 * OWN), jnp.float32),
+            plgpu.SMEM((ROWS, 2 * OWN + 4), jnp.float32),  # so wide that rows begin in different banks
             plgpu.RefUnion(smem((stages, depth, TILE), TILE), smem((stages, 2, depth, OWN), OWN)),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
