@@ -211,18 +211,22 @@ def _kernel(x_ref, norm_ref, a_ref, gh_ref, bias_ref, gp_ref, m_ref, anchor_ref,
             return sum_CT
 
         zeros_CT = plgpu.layout_cast(jnp.zeros((2 * OWN, ROWS), jnp.float32), plgpu.Layout.WGMMA)
-        store(out_smem.at[:, pl.ds(0, 2 * OWN)], jax.lax.fori_loop(0, own_steps, step, zeros_CT))
-        _wait(half_arrived, pair, 2)
+        sum_CT = jax.lax.fori_loop(0, own_steps - 1, step, zeros_CT)
 
+        # Before the last product, behind which their latency passes.
         layout = plgpu.Layout.SMEM_GMEM_COPY((ROWS, OWN), jnp.float32, 2 * OWN)
         load = functools.partial(_load, layout=layout)
         line = lambda ref, axis: _load(ref, layout.reduce(1 - axis)).astype(jnp.float32)  # noqa: E731
         across = lambda ref, axis: _across(line(ref, axis), (ROWS, OWN), axis, layout)  # noqa: E731
         rms_TC, factor_TC, bias_TC = across(factor_smem.at[0], 0), across(factor_smem.at[1], 0), across(bias_ref.at[own], 1)
-        gate_TC, message_TC = (load(out_smem.at[:, pl.ds(part * OWN, OWN)]) * factor_TC for part in range(2))
+        x_TC = load(x_ref.at[:, own]).astype(jnp.float32)
+        _wait(half_arrived, pair, 2)
         hidden_gate_TC = (load(g_ref.at[0, :, own]) + load(g_ref.at[1, :, own])) * rms_TC + bias_TC
         _store(hidden_gate_ref.at[:, own], hidden_gate_TC)
-        new_TC = load(x_ref.at[:, own]).astype(jnp.float32) + message_TC / (1.0 + jnp.exp(-(gate_TC + hidden_gate_TC)))
+
+        store(out_smem.at[:, pl.ds(0, 2 * OWN)], step(own_steps - 1, sum_CT))
+        gate_TC, message_TC = (load(out_smem.at[:, pl.ds(part * OWN, OWN)]) * factor_TC for part in range(2))
+        new_TC = x_TC + message_TC / (1.0 + jnp.exp(-(gate_TC + hidden_gate_TC)))
         _store(new_ref.at[:, own], new_TC.astype(new_ref.dtype))
 
     @pl.when(role == HELP)
@@ -265,13 +269,14 @@ def _kernel(x_ref, norm_ref, a_ref, gh_ref, bias_ref, gp_ref, m_ref, anchor_ref,
 
         _wait(features_arrived, 0, a_tiles + 2)
         layout = plgpu.Layout.SMEM_GMEM_COPY((ROWS, depth), jnp.bfloat16, 2 * OWN)
-        for i in range(own_steps):
-            feature_smem.at[i][...] = _load(feature_ref.at[:, pl.ds(i * depth, depth)], layout)
+        feature_TQ = [_load(feature_ref.at[:, pl.ds(i * depth, depth)], layout) for i in range(own_steps)]  # all on the way before the first is stored
         line = layout.reduce(1)
         load = functools.partial(_load, layout=line)
         rms = lambda first: jax.lax.rsqrt((load(square_ref.at[0, pl.ds(first, ROWS)]) + load(square_ref.at[1, pl.ds(first, ROWS)])) / D + eps)  # noqa: E731
         square_T = functools.reduce(jnp.add, [load(feature_square_ref.at[tile]) for tile in range(a_tiles)])
         slot_T = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=line) % slots
+        for i in range(own_steps):
+            feature_smem.at[i][...] = feature_TQ[i]
         _store(factor_smem.at[0], rms(1))
         _store(factor_smem.at[1], jnp.where(slot_T >= 2, _feature_factor(square_T, rms(0), R), jnp.float32(1)))
         plgpu.commit_smem()
