@@ -14,8 +14,8 @@ every output written once) take at the bandwidth of a large copy, measured first
 Where a batch does not fit into memory the line says so, larger ones are not tried, and the largest that fitted is printed at the end (JAX takes 75% of a
 GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise).
 
-``--scan`` tries the launches that an operation's ``pallas_gpu.candidates`` offers, kernel after kernel, the best so far kept for the others; ``--set``
-sets one: --set injection.write=16,32,128,1,4,4.
+``--scan`` tries the launches that ``candidates`` of an operation's ``pallas_gpu`` (or ``mosaic_gpu``) offers, kernel after kernel, the best so far kept for
+the others; ``--set`` sets one: --set injection.write=16,32,128,1,4,4.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def part(op, module: str):
 
 def launches(op, implementation: str = "pallas"):
     """The module with an implementation's ``LAUNCHES`` and ``candidates``, None if there is none."""
-    return part(op, {"triton_stream": "stream_gpu"}.get(implementation, "pallas_gpu"))
+    return part(op, {"triton_stream": "stream_gpu", "mosaic_gpu": "mosaic_gpu"}.get(implementation, "pallas_gpu"))
 
 
 def repeated(run, count: int):
@@ -241,7 +241,7 @@ def scan(op, name: str, batch: int, args) -> list[dict]:
 def set_launch(parser: argparse.ArgumentParser, item: str) -> None:
     target, _, numbers = item.partition("=")
     kernel = target.partition(".")[2]
-    known = {f"{op_name(op)}.{kernel}": module for op in OPS for x in ("pallas", "triton_stream") for module in (launches(op, x),)
+    known = {f"{op_name(op)}.{kernel}": module for op in OPS for x in ("pallas", "triton_stream", "mosaic_gpu") for module in (launches(op, x),)
              for kernel in getattr(module, "LAUNCHES", {})}  # fmt: skip
     if target not in known:
         parser.error(f"--set {item}: no kernel {target!r}, only {', '.join(known)}")
@@ -270,7 +270,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS), help="xla before what to compare with it")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--scan", nargs="?", choices=("pallas", "triton", "triton_stream"), const="pallas", help="try launches of this implementation (pallas)")
+    scans = ("pallas", "triton", "triton_stream", "mosaic_gpu")
+    parser.add_argument("--scan", nargs="?", choices=scans, const="pallas", help="try launches of this implementation (pallas)")
     parser.add_argument("--seconds", type=float, default=120.0, help="for one scan of an operation at a shape and batch")
     parser.add_argument("--top", type=int, default=8, help="lines of a scan's table")
     parser.add_argument("--set", nargs="+", default=[], metavar="OP.KERNEL=NUMBERS")

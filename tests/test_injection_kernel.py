@@ -18,7 +18,7 @@ from dspine_jax.config import MeshConfig
 from dspine_jax.layers import rms_norm
 from dspine_jax.sharding import BATCH_AXES, make_mesh
 from pallas_kernels.dispatch import without_jax_triton
-from pallas_kernels.injection import InjectionWeights, _with_gradient, injection, pallas_gpu, pallas_tpu, ref, vjp
+from pallas_kernels.injection import InjectionWeights, _with_gradient, injection, mosaic_gpu, pallas_gpu, pallas_tpu, ref, vjp
 from pallas_kernels.injection.arg_specs import arguments
 from pallas_kernels.shapes import MODELS
 
@@ -79,6 +79,7 @@ def compare_outputs(ours, args, dtype):
 def small_tiles(monkeypatch):
     launches = {"products": {1: pallas_gpu.Launch(16, 16, 16, 4, 2)}, "write": {1: pallas_gpu.Launch(16, 16, 16, 4, 2)}}
     monkeypatch.setattr(pallas_gpu, "LAUNCHES", launches)
+    monkeypatch.setattr(mosaic_gpu, "LAUNCHES", {"round": {1: mosaic_gpu.Launch(128, 3, 1)}})
     monkeypatch.setattr(pallas_tpu, "MOST_COLUMNS", pallas_tpu.LANES)
     monkeypatch.setattr(pallas_tpu, "MOST_ROWS", 1)
 
@@ -185,6 +186,33 @@ def test_gradients_through_the_kernels(small_tiles):
         tiny.assert_bit_equal(ours[name], theirs[name])
 
 
+# (B, N, K, D, R) of the kernel in one launch, with pieces of 128: two and one parts of A's depth for each half of the stream; several blocks, missing rows.
+ROUND_CASES = [(1, 1, 16, 512, 256), (1, 2, 7, 512, 512), (2, 1, 7, 1024, 256)]
+
+
+@pytest.fixture
+def without_counters(monkeypatch):
+    """Pallas' interpreter knows neither counters nor inlined code; the kernel runs three times in it, so that nothing is waited for."""
+    if jax.version.__version_info__ < (0, 11):
+        pytest.skip(f"jax {jax.__version__} cannot interpret this kernel, 0.11 can")
+
+    def stacked_product(sum_CT, weights_smem, features_smem):
+        weights_QC = jnp.concatenate([weights_smem.at[part][...] for part in range(2)], axis=1)
+        return sum_CT + jnp.einsum("qc,tq->ct", weights_QC, features_smem[...], preferred_element_type=jnp.float32)
+
+    for name in ("_counters", "_arrive", "_wait"):
+        monkeypatch.setattr(mosaic_gpu, name, lambda *_: None)
+    monkeypatch.setattr(mosaic_gpu, "_stacked_product", stacked_product)
+
+
+@pytest.mark.parametrize("case", ROUND_CASES[:2])
+def test_round_in_one_launch_equals_the_reference(case, without_counters, small_tiles):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    args, _ = make(*case)
+    compare_outputs(mosaic_gpu.injection(*args, eps=EPS, interpret=plgpu.InterpretGPUParams()), args, jnp.bfloat16)
+
+
 def compiled_kernels(implementation: str):
     reason = implementation != "pallas" and without_jax_triton()
     if reason:
@@ -214,6 +242,41 @@ def test_kernels_on_a_gpu_with_their_own_tiles(implementation, model, batch):
         tiny.assert_bit_equal(run(*args), ours)
 
 
+@pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="the kernel serves jax 0.11 and newer")
+def test_round_in_one_launch_lowers_for_cuda():
+    args, kwargs = jax.eval_shape(lambda key: arguments(MODELS["qwen3-8b"], 1, key, jnp.bfloat16), jax.random.key(0))
+    assert lowered_for_cuda(functools.partial(injection, eps=EPS, implementation="mosaic_gpu"), *args).count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ROUND_CASES)
+def test_round_in_one_launch_on_a_gpu(case, small_tiles):
+    args, _ = make(*case)
+    compare_outputs(compiled_kernels("mosaic_gpu")(*args), args, jnp.bfloat16)
+
+
+@pytest.mark.gpu
+def test_round_in_one_launch_on_a_gpu_with_its_own_tiles():
+    """Right, and the same in every launch: counters begin at 0 again, and no sum depends on who comes first."""
+    args, _ = arguments(MODELS["qwen3-8b"], 1, jax.random.key(1), jnp.bfloat16)
+    run = compiled_kernels("mosaic_gpu")
+    ours = run(*args)
+    compare_outputs(ours, args, jnp.bfloat16)
+    for _ in range(50):
+        tiny.assert_bit_equal(run(*args), ours)
+
+
+@pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="the kernel serves jax 0.11 and newer")
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [((2, 1, 16, 1024, 1024), "32 rows"), ((1, 1, 16, 576, 192), "a stream 576 wide with features of 192"), ((1, 1, 16, 1024, 1024), "1 multiprocessors")],
+)
+def test_what_the_round_in_one_launch_does_not_serve_is_refused_by_name(case, words):
+    args = jax.eval_shape(lambda: make(*case)[0])
+    with pytest.raises(NotImplementedError, match=words):
+        injection(*args, eps=EPS, implementation="mosaic_gpu")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -227,7 +290,7 @@ def test_what_the_kernels_do_not_serve_is_refused_by_name(change, words):
     with pytest.raises(NotImplementedError, match=words):
         injection(*args, eps=EPS, implementation="pallas")
     assert injection(*args, eps=EPS)[0].shape == args[0].shape
-    with pytest.raises(ValueError, match="'cuda' is none of 'xla', 'pallas', 'triton', 'triton_stream'"):
+    with pytest.raises(ValueError, match="'cuda' is none of 'xla', 'pallas', 'triton', 'triton_stream', 'mosaic_gpu'"):
         injection(*args, eps=EPS, implementation="cuda")
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.mesh import mesh_in_scope
 
 __all__ = ["InjectionWeights", "injection", "unit", "write"]
 
-IMPLEMENTATIONS = ("xla", "pallas", "triton", "triton_stream")
+IMPLEMENTATIONS = ("xla", "pallas", "triton", "triton_stream", "mosaic_gpu")
 
 
 def _with_gradient(kernel, eps: float):
@@ -64,9 +64,12 @@ def injection(
         return _reference(*args, eps=eps)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    from pallas_kernels.injection import pallas_gpu, pallas_tpu, stream_gpu, triton_gpu
+    from pallas_kernels.injection import mosaic_gpu, pallas_gpu, pallas_tpu, stream_gpu, triton_gpu
 
     reason = _unsupported(x_BNKD, weights)
+    if implementation == "mosaic_gpu":
+        reason = reason or mosaic_gpu.unsupported(x_BNKD, weights)
+        return run_kernel("injection", args, {"cuda": _with_gradient(mosaic_gpu.injection, eps)}, {"cuda": reason})
     if implementation in ("triton", "triton_stream"):
         kernel = {"triton": triton_gpu, "triton_stream": stream_gpu}[implementation].injection
         return run_kernel("injection", args, {"cuda": _with_gradient(kernel, eps)}, {"cuda": reason or without_jax_triton()})
