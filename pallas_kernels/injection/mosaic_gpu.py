@@ -24,13 +24,24 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
-from pallas_kernels.injection.pallas_gpu import _feature_factor, features_from_parts
 from pallas_kernels.injection.ref import InjectionWeights
 from pallas_kernels.shapes import ModelShape
 
 ROWS = 16  # of a call; the short side of a product
 TILE, OWN = 64, 32  # columns of a tile of A and Gh, and of the stream that a program writes
 FETCH, MULTIPLY, HELP = range(3)  # warpgroups
+
+
+def _feature_factor(square, rms, R: int):
+    """What sqrt(R) unit(z rms) multiplies z by, z's sum of squares given."""
+    return R**0.5 * rms * jax.lax.rsqrt(rms * rms * square + 1e-6)
+
+
+def features_from_parts(z_STR: jax.Array, square_ST: jax.Array, D: int, eps: float) -> jax.Array:
+    """p [T,R] fp32. In jnp, so that a decoding round, which has no use for it, does not compute it."""
+    z_TR = jnp.sum(z_STR, axis=0)
+    rms_T1 = jax.lax.rsqrt(jnp.sum(square_ST, axis=0) / D + eps)[:, None]
+    return z_TR * _feature_factor(jnp.sum(z_TR * z_TR, axis=1, keepdims=True), rms_T1, z_TR.shape[1])
 
 
 class Launch(NamedTuple):
