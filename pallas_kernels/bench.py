@@ -36,7 +36,7 @@ from pallas_kernels import block_attention, cached_attention, head_softmax, inje
 from pallas_kernels.shapes import BATCHES, MODELS, ModelShape
 
 OPS = (injection, topk_logits, transition, block_attention, cached_attention, head_softmax)
-IMPLEMENTATIONS = ("xla", "default", "pallas", "triton", "triton_stream", "mosaic_gpu")
+IMPLEMENTATIONS = ("xla", "default", "pallas", "triton", "mosaic_gpu")
 
 
 def op_name(op) -> str:
@@ -56,7 +56,7 @@ def part(op, module: str):
 
 def launches(op, implementation: str = "pallas"):
     """The module with an implementation's ``LAUNCHES`` and ``candidates``, None if there is none."""
-    return part(op, {"triton_stream": "stream_gpu", "mosaic_gpu": "mosaic_gpu"}.get(implementation, "pallas_gpu"))
+    return part(op, "mosaic_gpu" if implementation == "mosaic_gpu" else "pallas_gpu")
 
 
 def repeated(run, count: int):
@@ -241,7 +241,7 @@ def scan(op, name: str, batch: int, args) -> list[dict]:
 def set_launch(parser: argparse.ArgumentParser, item: str) -> None:
     target, _, numbers = item.partition("=")
     kernel = target.partition(".")[2]
-    known = {f"{op_name(op)}.{kernel}": module for op in OPS for x in ("pallas", "triton_stream", "mosaic_gpu") for module in (launches(op, x),)
+    known = {f"{op_name(op)}.{kernel}": module for op in OPS for x in ("pallas", "mosaic_gpu") for module in (launches(op, x),)
              for kernel in getattr(module, "LAUNCHES", {})}  # fmt: skip
     if target not in known:
         parser.error(f"--set {item}: no kernel {target!r}, only {', '.join(known)}")
@@ -270,8 +270,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS), help="xla before what to compare with it")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=20)
-    scans = ("pallas", "triton", "triton_stream", "mosaic_gpu")
-    parser.add_argument("--scan", nargs="?", choices=scans, const="pallas", help="try launches of this implementation (pallas)")
+    parser.add_argument("--scan", nargs="?", choices=("pallas", "triton", "mosaic_gpu"), const="pallas", help="try launches of this implementation (pallas)")
     parser.add_argument("--seconds", type=float, default=120.0, help="for one scan of an operation at a shape and batch")
     parser.add_argument("--top", type=int, default=8, help="lines of a scan's table")
     parser.add_argument("--set", nargs="+", default=[], metavar="OP.KERNEL=NUMBERS")

@@ -1,10 +1,6 @@
 """The injection's fast paths against its reference: the gradient by hand, the kernels (interpreted, and on a GPU), and the choice between them."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +11,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dspine_jax.config import MeshConfig
-from dspine_jax.layers import rms_norm
 from dspine_jax.sharding import BATCH_AXES, make_mesh
 from pallas_kernels.dispatch import without_jax_triton
 from pallas_kernels.injection import InjectionWeights, _with_gradient, injection, mosaic_gpu, pallas_gpu, pallas_tpu, ref, vjp
@@ -222,7 +217,7 @@ def compiled_kernels(implementation: str):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("implementation", ["pallas", "triton", "triton_stream"])
+@pytest.mark.parametrize("implementation", ["pallas", "triton"])
 def test_kernels_on_a_gpu(implementation, case, small_tiles):
     args, _ = make(*case)
     compare_outputs(compiled_kernels(implementation)(*args), args, jnp.bfloat16)
@@ -231,7 +226,7 @@ def test_kernels_on_a_gpu(implementation, case, small_tiles):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("implementation", ["pallas", "triton", "triton_stream"])
+@pytest.mark.parametrize("implementation", ["pallas", "triton"])
 def test_kernels_on_a_gpu_with_their_own_tiles(implementation, model, batch):
     """Right, and the same every time: no sum depends on which program comes first."""
     args, _ = arguments(MODELS[model], batch, jax.random.key(1), jnp.bfloat16)
@@ -290,58 +285,8 @@ def test_what_the_kernels_do_not_serve_is_refused_by_name(change, words):
     with pytest.raises(NotImplementedError, match=words):
         injection(*args, eps=EPS, implementation="pallas")
     assert injection(*args, eps=EPS)[0].shape == args[0].shape
-    with pytest.raises(ValueError, match="'cuda' is none of 'xla', 'pallas', 'triton', 'triton_stream', 'mosaic_gpu'"):
+    with pytest.raises(ValueError, match="'cuda' is none of 'xla', 'pallas', 'triton', 'mosaic_gpu'"):
         injection(*args, eps=EPS, implementation="cuda")
-
-
-TRITON_STREAM = """
-import sys, types, numpy as np, torch
-for name in ("pallas_kernels", "pallas_kernels.injection"):  # the folders alone: what their __init__ exports imports JAX
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [{root!r} + "/" + name.replace(".", "/")]
-import triton
-from pallas_kernels.injection import triton_stream as kernels
-for name, (K, D, R) in {cases!r}.items():
-    data = np.load(f"{folder}/{{name}}.npz")
-    t = {{key: torch.tensor(value) if key == "anchor" else torch.tensor(value).half() for key, value in data.items()}}  # its interpreter has no bfloat16
-    T, rows, columns, depth = len(data["x"]), 16, 16, 32
-    sizes = dict(T=T, D=D, R=R, SLOTS=K, ROWS=rows, COLUMNS=columns, DEPTH=depth)
-    tiles = triton.cdiv(R, columns)
-    nan = lambda *shape, dtype=torch.float32: torch.full(shape, float("nan"), dtype=dtype)
-    source, z, square, new, gate = nan(T, R, dtype=torch.half), nan(T, R), nan(tiles, T), nan(T, D, dtype=torch.half), nan(T, D)
-    over = lambda width: (triton.cdiv(width, columns), triton.cdiv(T, rows))
-    kernels.features_kernel[over(R)](t["normed"], t["anchor"], t["feature_DR"], t["gate_hidden_DD"], source, z, square, AHEAD=0, **sizes)
-    kernels.stream_kernel[over(D)](
-        t["x"], t["normed"], t["gate_bias_D"], source, square, t["gate_hidden_DD"], t["gate_predecessor_RD"], t["message_RD"], new, gate,
-        TILES=tiles, TILES_POWER=triton.next_power_of_2(tiles), **sizes)
-    np.savez(f"{folder}/{{name}}_out.npz", new=new.float().numpy(), z=z.numpy(), square=square.numpy(), gate=gate.numpy())
-print("jax" in sys.modules)
-"""
-
-
-def test_stream_kernels_by_themselves(tmp_path):
-    """The plain Triton file under Triton's interpreter, without JAX: odd sizes, three tiles of rows and of every width."""
-    for name in ("triton", "torch"):
-        pytest.importorskip(name, reason=f"needs {name}")
-    cases, inputs = {"odd": (7, 56, 40), "three": (16, 96, 96), "two": (2, 72, 48)}, {}
-    for name, (K, D, R) in cases.items():
-        (x, anchor, weights), _ = inputs[name] = make(3, 2, K, D, R, dtype=jnp.float16)
-        normed = rms_norm(x, weights.norm_D, EPS)
-        flat = {"x": x.reshape(-1, D), "normed": normed.reshape(-1, D), "anchor": anchor.reshape(-1, R)}
-        np.savez(tmp_path / f"{name}.npz", **{key: np.asarray(a, np.float32) for key, a in (flat | weights._asdict()).items()})
-    code = TRITON_STREAM.format(root=str(Path(ref.__file__).parents[2]), folder=str(tmp_path), cases=cases)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert run.stdout.split() == ["False"], run.stderr
-    for name, (args, _) in inputs.items():
-        out = np.load(tmp_path / f"{name}_out.npz")
-        p = pallas_gpu.features(jnp.asarray(out["z"]), jnp.asarray(out["square"]))
-        ours = (out["new"], p, out["gate"])
-        compare(
-            {key: jnp.asarray(x).reshape(y.shape) for key, x, y in zip(NAMES, ours, (args[0], jnp.zeros((*args[0].shape[:3], p.shape[1])), args[0]))},
-            dict(zip(NAMES, exact(jax.jit(REFERENCE), *args))),
-            TOLERANCE["bfloat16"] / 4,
-        )
-        np.testing.assert_array_equal(out["new"].reshape(args[0].shape)[:, :, 0], np.asarray(args[0], np.float32)[:, :, 0])
 
 
 @pytest.mark.skipif(without_jax_triton() is None, reason="jax-triton is installed")

@@ -15,7 +15,7 @@ from pallas_kernels.mesh import mesh_in_scope
 
 __all__ = ["InjectionWeights", "injection", "unit", "write"]
 
-IMPLEMENTATIONS = ("xla", "pallas", "triton", "triton_stream", "mosaic_gpu")
+IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic_gpu")
 
 
 def _with_gradient(kernel, eps: float):
@@ -53,9 +53,8 @@ def injection(
     fp32, hidden gate [B,N,K,D] fp32 for redoing the write).
 
     implementation: 'xla', the reference and its autodiff; 'pallas', kernels for one device, by way of Triton on an NVIDIA GPU and of Mosaic on a TPU;
-    'triton', the same for a GPU through jax-triton; 'triton_stream', another division of the work (``triton_stream``), likewise; all raise
-    NotImplementedError for what they do not serve; or None: jnp with a gradient by hand, on
-    any platform and mesh. Kernels have to be asked for: on an H200 theirs, untuned, was no faster than XLA, and no TPU was there to measure one.
+    'triton', the same for a GPU through jax-triton; 'mosaic_gpu', one kernel for at most 16 rows on NVIDIA's Hopper; all raise NotImplementedError for what
+    they do not serve; or None: jnp with a gradient by hand, on any platform and mesh.
     """
     args = x_BNKD, anchor_feature_BNR, weights
     if implementation is None:
@@ -64,14 +63,13 @@ def injection(
         return _reference(*args, eps=eps)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    from pallas_kernels.injection import mosaic_gpu, pallas_gpu, pallas_tpu, stream_gpu, triton_gpu
+    from pallas_kernels.injection import mosaic_gpu, pallas_gpu, pallas_tpu, triton_gpu
 
     reason = _unsupported(x_BNKD, weights)
     if implementation == "mosaic_gpu":
         reason = reason or mosaic_gpu.unsupported(x_BNKD, weights)
         return run_kernel("injection", args, {"cuda": _with_gradient(mosaic_gpu.injection, eps)}, {"cuda": reason})
-    if implementation in ("triton", "triton_stream"):
-        kernel = {"triton": triton_gpu, "triton_stream": stream_gpu}[implementation].injection
-        return run_kernel("injection", args, {"cuda": _with_gradient(kernel, eps)}, {"cuda": reason or without_jax_triton()})
+    if implementation == "triton":
+        return run_kernel("injection", args, {"cuda": _with_gradient(triton_gpu.injection, eps)}, {"cuda": reason or without_jax_triton()})
     kernels = {"cuda": _with_gradient(pallas_gpu.injection, eps), "tpu": _with_gradient(pallas_tpu.injection, eps)}
     return run_kernel("injection", args, kernels, {"cuda": reason, "tpu": reason or pallas_tpu.unsupported(x_BNKD, weights)})
