@@ -1,6 +1,7 @@
 """The injection's fast paths against its reference: the gradient by hand, the kernels (interpreted, and on a GPU), and the choice between them."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from dspine_jax.config import MeshConfig
 from dspine_jax.sharding import BATCH_AXES, make_mesh
+from pallas_kernels import bench, dispatch
 from pallas_kernels.dispatch import without_jax_triton
 from pallas_kernels.injection import InjectionWeights, _with_gradient, injection, mosaic_gpu, pallas_gpu, pallas_tpu, ref, vjp
 from pallas_kernels.injection.arg_specs import arguments
 from pallas_kernels.shapes import MODELS
 
 EPS = 1e-6
+injection_module = sys.modules["pallas_kernels.injection"]
 # (B, N, K, D, R): with the tiles of ``small_tiles`` at least three along rows, columns of both widths and both depths, and the smallest of all.
 CASES = [(3, 1, 16, 104, 40), (2, 3, 7, 56, 40), (13, 2, 2, 72, 48), (1, 1, 2, 64, 16), (1, 1, 7, 160, 96)]
 # The same for the TPU, whose columns come in 128s, and a width and a few blocks that do not divide.
@@ -150,16 +153,22 @@ def test_kernels_with_the_tiles_of_a_gpu(case):
     compare_outputs(jax.jit(functools.partial(pallas_gpu.injection, eps=EPS, interpret=True))(*args), args, jnp.bfloat16)
 
 
-def lowered_for_cuda(function, *args) -> str:
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device)):
-        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+def traced_for(kind: str, cores: int = 132):
+    """A scope in which programs are traced for one GPU of this kind."""
+    device = AbstractDevice(device_kind=kind, num_cores=cores, platform="cuda")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device))
+
+
+def lowered_for_cuda(function, *args, kind: str = "NVIDIA H200") -> str:
+    with traced_for(kind):
+        # A new function each time: what jit has traced before, it would not trace again.
+        return jax.jit(lambda *args: function(*args)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(("implementation", "found"), [("pallas", True), (None, False), ("xla", False)])
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_what_takes_the_kernels(blocks, implementation, found):
-    """On a GPU a call that asks for them, and no other: they have not been measured to pay."""
+    """On a GPU a call that asks for them, and no other: XLA is faster."""
     args, _ = make(1, blocks, 16, 64, 24)
     text = lowered_for_cuda(functools.partial(injection, eps=EPS, implementation=implementation), *args)
     assert [name in text for name in ("injection_products", "injection_write")] == [found] * 2
@@ -243,6 +252,68 @@ def test_round_in_one_launch_lowers_for_cuda():
     assert lowered_for_cuda(functools.partial(injection, eps=EPS, implementation="mosaic_gpu"), *args).count("custom_call @mosaic_gpu") == 1
 
 
+DEFAULT = functools.partial(injection, eps=EPS)
+DEFAULT_CASE = (1, 1, 16, 1024, 1024)  # the smallest that the kernel's own launch serves
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_default_of_a_decoding_round(kind, dtype):
+    """In the loop of a program for a GPU: the kernel on a Hopper in bf16, from jax 0.11 on."""
+    args = jax.eval_shape(lambda: make(*DEFAULT_CASE, dtype=dtype)[0])
+    served = dtype == jnp.bfloat16 and "H" in kind and jax.version.__version_info__ >= (0, 11)
+    assert ("custom_call @mosaic_gpu" in lowered_for_cuda(bench.repeated(DEFAULT, 3), *args, kind=kind)) == served
+
+
+@pytest.fixture
+def on_a_hopper(monkeypatch):
+    """What the default would choose there, in programs that run here."""
+    for module in (injection_module, mosaic_gpu):
+        monkeypatch.setattr(module, "not_hopper", lambda: None)
+    monkeypatch.setattr(mosaic_gpu, "multiprocessors", lambda: 132)
+
+
+def test_default_of_a_hopper_takes_gradients_and_runs_elsewhere(on_a_hopper):
+    """Forward and backward pass are the ones by hand, without the kernel; a program for another platform has none either."""
+    args, cotangents = make(*DEFAULT_CASE)
+    by_hand = lambda *args: vjp.injection(*args, EPS)  # noqa: E731
+    assert "mosaic_gpu" not in lowered_for_cuda(everything(DEFAULT), args, cotangents)
+    ours, theirs = (jax.jit(everything(function))(args, cotangents) for function in (DEFAULT, by_hand))
+    for name in NAMES:
+        tiny.assert_bit_equal(ours[name], theirs[name])
+    forward = jax.jit(lambda *args: DEFAULT(*args))
+    for platform in ("cuda", "cpu", "tpu"):
+        found = "mosaic_gpu" in forward.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        assert found == (platform == "cuda" and jax.version.__version_info__ >= (0, 11))
+    for x, y in zip(forward(*args), jax.jit(by_hand)(*args)):
+        tiny.assert_bit_equal(x, y)
+
+
+@pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="the kernel serves jax 0.11 and newer")
+def test_a_vmapped_round_launches_one_after_the_other(on_a_hopper):
+    """Programs of several rounds at once would wait for each other for ever."""
+    args = jax.eval_shape(lambda: make(*DEFAULT_CASE)[0])
+    rounds = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), args)
+    one, several = (str(jax.make_jaxpr(function)(*inputs)).partition("grid=") for function, inputs in ((DEFAULT, args), (jax.vmap(DEFAULT), rounds)))
+    assert one[2].startswith("(32,)") and several[2].startswith("(32,)")
+    assert "scan[" in several[0] and "scan[" not in one[0]
+
+
+@pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="the kernel serves jax 0.11 and newer")
+def test_default_survives_a_kernel_that_cannot_be_traced(on_a_hopper, monkeypatch):
+    def broken(*_, **__):
+        raise TypeError("no such layout")
+
+    monkeypatch.setattr(mosaic_gpu, "injection", broken)
+    monkeypatch.setattr(dispatch, "_warned", set())
+    args = jax.eval_shape(lambda: make(*DEFAULT_CASE)[0])
+    with pytest.warns(UserWarning, match="injection: plain XLA instead of the kernel, which raised TypeError: no such layout"):
+        text = lowered_for_cuda(DEFAULT, *args)
+    assert "mosaic_gpu" not in text
+    with pytest.raises(TypeError, match="no such layout"):
+        lowered_for_cuda(functools.partial(DEFAULT, implementation="mosaic_gpu"), *args)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ROUND_CASES)
 def test_round_in_one_launch_on_a_gpu(case, small_tiles):
@@ -263,13 +334,22 @@ def test_round_in_one_launch_on_a_gpu_with_its_own_tiles():
 
 @pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="the kernel serves jax 0.11 and newer")
 @pytest.mark.parametrize(
-    ("case", "words"),
-    [((2, 1, 16, 1024, 1024), "32 rows"), ((1, 1, 16, 576, 192), "a stream 576 wide with features of 192"), ((1, 1, 16, 1024, 1024), "1 multiprocessors")],
+    ("case", "device", "words"),
+    [
+        ((2, 1, 16, 1024, 1024), ("NVIDIA H200",), "32 rows"),
+        ((1, 1, 16, 576, 192), ("NVIDIA H200",), "a stream 576 wide with features of 192"),
+        ((1, 1, 16, 4096, 4096), ("NVIDIA H200",), "a stream 4096 wide with features of 4096"),  # more shared memory than there is
+        ((1, 1, 16, 1024, 1024), ("NVIDIA H200", 24), "a device of 24 multiprocessors .a stream 1024 wide wants 32"),
+        ((1, 1, 16, 1024, 1024), ("NVIDIA A100-SXM4-80GB", 108), "devices other than NVIDIA's Hopper"),
+    ],
 )
-def test_what_the_round_in_one_launch_does_not_serve_is_refused_by_name(case, words):
+def test_what_the_round_in_one_launch_does_not_serve_is_refused_by_name(case, device, words):
+    """And nothing of it stops the default."""
     args = jax.eval_shape(lambda: make(*case)[0])
-    with pytest.raises(NotImplementedError, match=words):
-        injection(*args, eps=EPS, implementation="mosaic_gpu")
+    with traced_for(*device):
+        with pytest.raises(NotImplementedError, match=words):
+            injection(*args, eps=EPS, implementation="mosaic_gpu")
+        assert "platform_index" not in str(jax.make_jaxpr(functools.partial(injection, eps=EPS))(*args))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import run_kernel, without_jax_triton
+from pallas_kernels.dispatch import or_reference, run_kernel, without_jax_triton
+from pallas_kernels.hopper import not_hopper
 from pallas_kernels.injection import vjp
 from pallas_kernels.injection.ref import InjectionWeights, unit, write
 from pallas_kernels.injection.ref import injection as _reference
@@ -41,6 +42,23 @@ def _unsupported(x_BNKD: jax.Array, weights: InjectionWeights) -> str | None:
     return None
 
 
+def _default(args: tuple, eps: float):
+    """The kernel where a program for a Hopper takes no gradient; plain jnp with a gradient by hand in all other cases."""
+    x_BNKD, _, weights = args
+    plain = lambda *args: vjp.injection(*args, eps)  # noqa: E731
+    if not_hopper() or _unsupported(x_BNKD, weights):
+        return plain(*args)
+    from pallas_kernels.injection import mosaic_gpu
+
+    if mosaic_gpu.unsupported(x_BNKD, weights):
+        return plain(*args)
+    kernel = or_reference("injection", functools.partial(mosaic_gpu.injection, eps=eps), plain)
+    # A forward pass whose gradient follows runs ``vjp.forward``, and the kernel is not in it at all.
+    function = jax.custom_vjp(lambda *args: jax.lax.platform_dependent(*args, cuda=kernel, default=plain))
+    function.defvjp(lambda *args: vjp.forward(*args, eps), functools.partial(vjp.backward, eps))
+    return function(*args)
+
+
 def injection(
     x_BNKD: jax.Array, anchor_feature_BNR: jax.Array, weights: InjectionWeights, *, eps: float, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -54,11 +72,11 @@ def injection(
 
     implementation: 'xla', the reference and its autodiff; 'pallas', kernels for one device, by way of Triton on an NVIDIA GPU and of Mosaic on a TPU;
     'triton', the same for a GPU through jax-triton; 'mosaic_gpu', one kernel for at most 16 rows on NVIDIA's Hopper; all raise NotImplementedError for what
-    they do not serve; or None: jnp with a gradient by hand, on any platform and mesh.
+    they do not serve; or None: 'mosaic_gpu' where it serves and no gradient is taken, else jnp with a gradient by hand, on any platform and mesh.
     """
     args = x_BNKD, anchor_feature_BNR, weights
     if implementation is None:
-        return vjp.injection(*args, eps)
+        return _default(args, eps)
     if implementation == "xla":
         return _reference(*args, eps=eps)
     if implementation not in IMPLEMENTATIONS:

@@ -24,6 +24,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
+from pallas_kernels.hopper import multiprocessors, not_hopper
 from pallas_kernels.injection.ref import InjectionWeights
 from pallas_kernels.shapes import ModelShape
 
@@ -59,14 +60,19 @@ def _launch() -> Launch:
     return next(iter(LAUNCHES["round"].values()))
 
 
+def _fits(launch: Launch, D: int, R: int) -> bool:
+    """Whether shared memory holds the weights' ring beside the rows, half of their depth, and the features."""
+    return 2 * TILE * launch.depth * launch.stages + 2 * ROWS * (D // 2 + R) + 4 * ROWS * 2 * OWN <= 225 << 10  # of 227, for barriers and gaps
+
+
 def candidates(kernel: str, shape: ModelShape, blocks: int) -> list[Launch]:
-    """Launches worth a try: what fits into shared memory beside the rows, half of their depth, and the features.
+    """Launches worth a try, of those that fit into shared memory.
 
     Few stages first: four were faster than seven. A depth of 64 does not compile ("Number of tiles is not a multiple of 4").
     """
-    room = (225 << 10) - 2 * ROWS * (shape.hidden_size // 2 + shape.transfer_size) - 4 * ROWS * 2 * OWN
     grid = ((depth, stages, batch) for depth in (128, 256) for stages in (3, 2, 4, 5, 6, 7, 8) for batch in (4, 2, 1))
-    return [x for x in itertools.starmap(Launch, grid) if 2 * TILE * x.depth * x.stages <= room and shape.transfer_size // 2 % (x.depth * x.batch) == 0]
+    D, R = shape.hidden_size, shape.transfer_size
+    return [x for x in itertools.starmap(Launch, grid) if _fits(x, D, R) and R // 2 % (x.depth * x.batch) == 0]
 
 
 def _transforms(width: int):
@@ -297,25 +303,26 @@ def _kernel(x_ref, norm_ref, a_ref, gh_ref, bias_ref, gp_ref, m_ref, anchor_ref,
         plgpu.barrier_arrive(featured)
 
 
-def _multiprocessors() -> int:
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return (device.num_cores if device else getattr(jax.devices()[0], "core_count", None)) or 1
-
-
 def unsupported(x_BNKD: jax.Array, weights: InjectionWeights) -> str | None:
     """What keeps the kernel from serving these arrays on this device, None if nothing does."""
     B, N, K, D = x_BNKD.shape
     R = weights.feature_DR.shape[1]
     if jax.version.__version_info__ < (0, 11):
         return f"jax {jax.__version__} (0.11 or newer)"
+    other_device = not_hopper()
+    if other_device:
+        return other_device
+    for name in ("norm_D", "gate_bias_D"):
+        if getattr(weights, name).dtype != jnp.bfloat16:
+            return f"{name} of {getattr(weights, name).dtype} (only bfloat16)"
     if B * N * K > ROWS:
         return f"{B * N * K} rows (at most {ROWS})"
     launch = _launch()
     pieces = launch.depth * launch.batch
-    if R % TILE or D % R or (R // 2) % pieces or (D // 2) % pieces or R % launch.depth:
+    if R % TILE or D % R or (R // 2) % pieces or (D // 2) % pieces or R % launch.depth or not _fits(launch, D, R):
         return f"a stream {D} wide with features of {R}"
-    if D // OWN > _multiprocessors():
-        return f"a device of {_multiprocessors()} multiprocessors (a stream {D} wide wants {D // OWN})"
+    if D // OWN > multiprocessors():
+        return f"a device of {multiprocessors()} multiprocessors (a stream {D} wide wants {D // OWN})"
     return None
 
 
@@ -359,6 +366,8 @@ def injection(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     inputs = x_TD, weights.norm_D, weights.feature_DR, weights.gate_hidden_DD, weights.gate_bias_D, weights.gate_predecessor_RD, weights.message_RD
+    # Under vmap one launch after the other: more programs at once would share counters, and not all of them would run.
+    run = jax.custom_batching.sequential_vmap(run)
     new_TD, hidden_gate_TD, z_STR, square_ST, *_ = run(*inputs, anchor_feature_BNR.reshape(B * N, R).astype(jnp.float32))
     p_TR = features_from_parts(z_STR[:, 1 : T + 1], square_ST[:, 1 : T + 1], D, eps)
     return new_TD[:T].reshape(B, N, K, D), p_TR.reshape(B, N, K, R), hidden_gate_TD[:T].reshape(B, N, K, D)
