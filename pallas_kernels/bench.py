@@ -2,7 +2,7 @@
 
     python -m pallas_kernels.bench --ops injection --shapes qwen3-8b --batches 1 8 32 --json out/injection.json
     python -m pallas_kernels.bench --ops injection block_attention --shapes smollm2-135m --batches 32 --blocks 48 --gradients
-    python -m pallas_kernels.bench --ops injection --shapes qwen3-8b --batches 1 --scan --seconds 120
+    python -m pallas_kernels.bench --ops injection --shapes qwen3-8b --batches 1 --scan mosaic_gpu --seconds 120
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m pallas_kernels.bench --ops block_attention --shapes qwen3-8b --batches 1 2 4 8 16 32 --blocks 512 \
         --context 4096 --gradients --implementations xla pallas --repeats 5
 
@@ -14,8 +14,8 @@ every output written once) take at the bandwidth of a large copy, measured first
 Where a batch does not fit into memory the line says so, larger ones are not tried, and the largest that fitted is printed at the end (JAX takes 75% of a
 GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise).
 
-``--scan`` tries the launches that ``candidates`` of an operation's ``pallas_gpu`` (or ``mosaic_gpu``) offers, kernel after kernel, the best so far kept for
-the others; ``--set`` sets one: --set injection.write=16,32,128,1,4,4.
+``--scan`` tries the launches that ``candidates`` of an operation's ``pallas_gpu`` (or ``mosaic_gpu``, ``triton_gpu``) offers, kernel after kernel, the best so
+far kept for the others; ``--set`` sets one: --set injection.round=128,3,4.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def part(op, module: str):
 
 def launches(op, implementation: str = "pallas"):
     """The module with an implementation's ``LAUNCHES`` and ``candidates``, None if there is none."""
-    return part(op, "mosaic_gpu" if implementation == "mosaic_gpu" else "pallas_gpu")
+    return part(op, f"{implementation.removesuffix('_gpu')}_gpu")
 
 
 def repeated(run, count: int):
@@ -241,7 +241,7 @@ def scan(op, name: str, batch: int, args) -> list[dict]:
 def set_launch(parser: argparse.ArgumentParser, item: str) -> None:
     target, _, numbers = item.partition("=")
     kernel = target.partition(".")[2]
-    known = {f"{op_name(op)}.{kernel}": module for op in OPS for x in ("pallas", "mosaic_gpu") for module in (launches(op, x),)
+    known = {f"{op_name(op)}.{kernel}": module for op in OPS for x in ("pallas", "triton", "mosaic_gpu") for module in (launches(op, x),)
              for kernel in getattr(module, "LAUNCHES", {})}  # fmt: skip
     if target not in known:
         parser.error(f"--set {item}: no kernel {target!r}, only {', '.join(known)}")

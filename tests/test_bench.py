@@ -102,11 +102,11 @@ def test_bad_arguments_are_refused_by_name(arguments, words, capsys):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU would run them")
 def test_a_scan_says_what_failed_and_leaves_the_launches(tmp_path, monkeypatch, capsys):
-    kernels, path = bench.part(injection, "pallas_gpu"), tmp_path / "scan.json"
+    kernels, path = bench.part(injection, "mosaic_gpu"), tmp_path / "scan.json"
     before = {kernel: dict(launches) for kernel, launches in kernels.LAUNCHES.items()}
-    monkeypatch.setattr(kernels, "candidates", lambda kernel, shape, blocks: list(before[kernel].values())[:2])
-    bench.main(["--ops", "injection", "--shapes", "tiny", "--batches", "1", "--scan", "--json", str(path)])
+    monkeypatch.setattr(kernels, "candidates", lambda kernel, shape, blocks: list(before[kernel].values()) * 2)
+    bench.main(["--ops", "injection", "--shapes", "tiny", "--batches", "1", "--scan", "mosaic_gpu", "--json", str(path)])
     records = json.loads(path.read_text())["records"]  # nothing can run without a GPU
-    assert [x["kernel"] for x in records] == ["products"] * 2 + ["write"] * 2 and all("interpret mode" in x["failed"] for x in records)
-    assert "injection.write: 2 launches failed, the first with ValueError" in capsys.readouterr().out
+    assert [x["kernel"] for x in records] == ["round"] * 2 and all("no kernel serves" in x["failed"] for x in records)
+    assert "injection.round: 2 launches failed, the first with NotImplementedError" in capsys.readouterr().out
     assert kernels.LAUNCHES == before

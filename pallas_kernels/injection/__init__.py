@@ -70,9 +70,10 @@ def injection(
     x [B,N,K,D], anchor_feature [B,N,R] -> (new stream [B,N,K,D], predicted features p [B,N,K,R]
     fp32, hidden gate [B,N,K,D] fp32 for redoing the write).
 
-    implementation: 'xla', the reference and its autodiff; 'pallas', kernels for one device, by way of Triton on an NVIDIA GPU and of Mosaic on a TPU;
-    'triton', the same for a GPU through jax-triton; 'mosaic_gpu', one kernel for at most 16 rows on NVIDIA's Hopper; all raise NotImplementedError for what
-    they do not serve; or None: 'mosaic_gpu' where it serves and no gradient is taken, else jnp with a gradient by hand, on any platform and mesh.
+    implementation: 'xla', the reference and its autodiff; 'pallas', a kernel for a TPU; 'triton', two for an NVIDIA GPU through jax-triton; 'mosaic_gpu', one
+    for at most 16 rows on NVIDIA's Hopper; all for one device, and raise NotImplementedError for what they do not serve; or None: 'mosaic_gpu' where it
+    serves and no gradient is taken, else jnp with a gradient by hand, on any platform and mesh. The others have to be asked for: Triton's are slower than
+    XLA on an H200, and no TPU was there to measure one.
     """
     args = x_BNKD, anchor_feature_BNR, weights
     if implementation is None:
@@ -81,7 +82,7 @@ def injection(
         return _reference(*args, eps=eps)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    from pallas_kernels.injection import mosaic_gpu, pallas_gpu, pallas_tpu, triton_gpu
+    from pallas_kernels.injection import mosaic_gpu, pallas_tpu, triton_gpu
 
     reason = _unsupported(x_BNKD, weights)
     if implementation == "mosaic_gpu":
@@ -89,5 +90,5 @@ def injection(
         return run_kernel("injection", args, {"cuda": _with_gradient(mosaic_gpu.injection, eps)}, {"cuda": reason})
     if implementation == "triton":
         return run_kernel("injection", args, {"cuda": _with_gradient(triton_gpu.injection, eps)}, {"cuda": reason or without_jax_triton()})
-    kernels = {"cuda": _with_gradient(pallas_gpu.injection, eps), "tpu": _with_gradient(pallas_tpu.injection, eps)}
-    return run_kernel("injection", args, kernels, {"cuda": reason, "tpu": reason or pallas_tpu.unsupported(x_BNKD, weights)})
+    kernel = _with_gradient(pallas_tpu.injection, eps)
+    return run_kernel("injection", args, {"tpu": kernel}, {"tpu": reason or pallas_tpu.unsupported(x_BNKD, weights)})

@@ -53,7 +53,7 @@ class Launch(NamedTuple):
     batch: int
 
 
-LAUNCHES = {"round": {ROWS: Launch(128, 4, 4)}}  # as those of pallas_gpu, for the benchmark's --scan and --set
+LAUNCHES = {"round": {ROWS: Launch(128, 4, 4)}}  # as those of triton_gpu, for the benchmark's --scan and --set
 
 
 def _launch() -> Launch:
