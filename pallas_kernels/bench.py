@@ -286,7 +286,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.context is not None and "context" not in specs.arguments.__code__.co_varnames:
             parser.error(f"--context {args.context}: {op_name(op)} reads no context; leave it out of --ops")
         if args.scan and not hasattr(launches(op, args.scan), "candidates"):
-            parser.error(f"--scan: {op_name(op)} has no launches to choose from; leave it out of --ops")
+            parser.error(f"--scan {args.scan}: {op_name(op)} has no launches to choose from; leave it out of --ops")
 
     bandwidth = copy_bandwidth()
     device = jax.devices()[0]
