@@ -2,7 +2,7 @@
 
     python -m pallas_kernels.bench --ops injection --shapes qwen3-8b --batches 1 8 32 --json out/injection.json
     python -m pallas_kernels.bench --ops injection block_attention --shapes smollm2-135m --batches 32 --blocks 48 --gradients
-    python -m pallas_kernels.bench --ops injection --shapes qwen3-8b --batches 1 --scan --seconds 120
+    python -m pallas_kernels.bench --ops injection --shapes qwen3-8b --batches 1 --scan mosaic_gpu --seconds 120
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m pallas_kernels.bench --ops block_attention --shapes qwen3-8b --batches 1 2 4 8 16 32 --blocks 512 \
         --context 4096 --gradients --implementations xla pallas --repeats 5
 
@@ -14,8 +14,8 @@ every output written once) take at the bandwidth of a large copy, measured first
 Where a batch does not fit into memory the line says so, larger ones are not tried, and the largest that fitted is printed at the end (JAX takes 75% of a
 GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise).
 
-``--scan`` tries the launches that an operation's ``pallas_gpu.candidates`` offers, kernel after kernel, the best so far kept for the others; ``--set``
-sets one: --set injection.write=16,32,128,1,4,4.
+``--scan`` tries the launches that ``candidates`` of an operation's ``pallas_gpu`` (or ``mosaic_gpu``, ``triton_gpu``) offers, kernel after kernel, the best so
+far kept for the others; ``--set`` sets one: --set injection.round=128,3,4.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ def part(op, module: str):
     """A module of an operation's folder, None if it has no such module."""
     name = f"{op.__name__}.{module}"
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def launches(op, implementation: str = "pallas"):
+    """The module with an implementation's ``LAUNCHES`` and ``candidates``, None if there is none."""
+    return part(op, f"{implementation.removesuffix('_gpu')}_gpu")
 
 
 def repeated(run, count: int):
@@ -206,7 +211,7 @@ def make_case(op, name: str, batch: int, args) -> Case:
 
 def scan(op, name: str, batch: int, args) -> list[dict]:
     """Times under the launches of ``candidates``, the best of each kernel kept while the next is tried; each kernel has its share of the time."""
-    kernels = part(op, "pallas_gpu")
+    kernels = launches(op, args.scan)
     case, records = make_case(op, name, batch, args), []
     own = {kernel: dict(launches) for kernel, launches in kernels.LAUNCHES.items()}
     for kernel in kernels.LAUNCHES:
@@ -235,11 +240,12 @@ def scan(op, name: str, batch: int, args) -> list[dict]:
 
 def set_launch(parser: argparse.ArgumentParser, item: str) -> None:
     target, _, numbers = item.partition("=")
-    name, _, kernel = target.partition(".")
-    kernels = next((part(op, "pallas_gpu") for op in OPS if op_name(op) == name), None)
-    if kernel not in getattr(kernels, "LAUNCHES", {}):
-        known = [f"{op_name(op)}.{kernel}" for op in OPS for kernel in getattr(part(op, "pallas_gpu"), "LAUNCHES", {})]
+    kernel = target.partition(".")[2]
+    known = {f"{op_name(op)}.{kernel}": module for op in OPS for x in ("pallas", "triton", "mosaic_gpu") for module in (launches(op, x),)
+             for kernel in getattr(module, "LAUNCHES", {})}  # fmt: skip
+    if target not in known:
         parser.error(f"--set {item}: no kernel {target!r}, only {', '.join(known)}")
+    kernels = known[target]
     launch = next(iter(kernels.LAUNCHES[kernel].values()))
     try:
         kernels.LAUNCHES[kernel] = {2**30: type(launch)(*map(int, numbers.split(",")))}
@@ -264,7 +270,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS), help="xla before what to compare with it")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--scan", nargs="?", choices=("pallas", "triton"), const="pallas", help="try launches of this implementation (pallas)")
+    parser.add_argument("--scan", nargs="?", choices=("pallas", "triton", "mosaic_gpu"), const="pallas", help="try launches of this implementation (pallas)")
     parser.add_argument("--seconds", type=float, default=120.0, help="for one scan of an operation at a shape and batch")
     parser.add_argument("--top", type=int, default=8, help="lines of a scan's table")
     parser.add_argument("--set", nargs="+", default=[], metavar="OP.KERNEL=NUMBERS")
@@ -279,8 +285,8 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"--blocks {args.blocks}, --gradients: {op_name(op)} runs in decoding alone; leave it out of --ops")
         if args.context is not None and "context" not in specs.arguments.__code__.co_varnames:
             parser.error(f"--context {args.context}: {op_name(op)} reads no context; leave it out of --ops")
-        if args.scan and not hasattr(part(op, "pallas_gpu"), "candidates"):
-            parser.error(f"--scan: {op_name(op)} has no launches to choose from; leave it out of --ops")
+        if args.scan and not hasattr(launches(op, args.scan), "candidates"):
+            parser.error(f"--scan {args.scan}: {op_name(op)} has no launches to choose from; leave it out of --ops")
 
     bandwidth = copy_bandwidth()
     device = jax.devices()[0]

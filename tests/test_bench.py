@@ -1,6 +1,7 @@
 """The kernels' benchmark: what it counts, what it writes, what it refuses."""
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +12,21 @@ from pallas_kernels.injection import bench_round
 from pallas_kernels.shapes import MODELS
 
 
-@pytest.mark.parametrize("op", [injection, block_attention, cached_attention], ids=bench.op_name)
+@pytest.mark.parametrize(("op", "extra"), [(injection, {}), *((op, extra) for op in (block_attention, cached_attention) for extra in ({}, {"context": 96}))])
 @pytest.mark.parametrize("model", ["tiny", "qwen3-8b"])
-def test_bytes_are_those_of_the_arrays(op, model):
+def test_bytes_are_those_of_the_arrays(op, extra, model):
     """Every input read once, every output of a round written once; positions and lengths are too few to count."""
     specs, static = bench.part(op, "arg_specs"), {}
 
     def run(key):
-        args, keywords = specs.arguments(MODELS[model], 2, key, jnp.bfloat16)
+        args, keywords = specs.arguments(MODELS[model], 2, key, jnp.bfloat16, **extra)
         static.update(keywords)
         outputs = bench.function_of(op)(*args, **keywords)
         return args, outputs[0] if isinstance(outputs, tuple) else outputs
 
     arrays = jax.tree.leaves(jax.eval_shape(run, jax.random.key(0)))
     expected = sum(x.size * x.dtype.itemsize for x in arrays if jnp.issubdtype(x.dtype, jnp.floating))
-    assert specs.bytes_moved(MODELS[model], 2, jnp.bfloat16) == expected
+    assert specs.bytes_moved(MODELS[model], 2, jnp.bfloat16, **extra) == expected
 
 
 def test_a_table_and_its_records(tmp_path, capsys):
@@ -55,12 +56,17 @@ def test_a_program_runs_every_set_of_arguments():
 def test_a_batch_that_does_not_fit_is_said_and_ends_that_implementation(tmp_path, monkeypatch, capsys):
     path = tmp_path / "bench.json"
 
-    def with_little_memory(case, implementation, repeats):
-        if implementation == "xla" and case.sets[0][0].shape[0] > 1:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
-        return 2.0, 0.1
+    def case(op, name, batch, args):
+        def time(implementation, repeats):
+            if implementation == "xla" and batch > 1:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
+            return 2.0, 0.1
 
-    monkeypatch.setattr(bench.Case, "time", with_little_memory)
+        size = bench.part(op, "arg_specs").bytes_moved(MODELS[name], batch, jnp.bfloat16, args.blocks, args.context)
+        return types.SimpleNamespace(bytes=size, operations=1, time=time, error=lambda _: None)
+
+    monkeypatch.setattr(bench, "make_case", case)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e9)
     sizes = ["--shapes", "tiny", "--batches", "1", "2", "4", "--blocks", "3", "--context", "24", "--gradients"]
     bench.main(["--ops", "block_attention", *sizes, "--implementations", "xla", "default", "--repeats", "2", "--json", str(path)])
     *records, largest = json.loads(path.read_text())["records"]
@@ -96,11 +102,11 @@ def test_bad_arguments_are_refused_by_name(arguments, words, capsys):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU would run them")
 def test_a_scan_says_what_failed_and_leaves_the_launches(tmp_path, monkeypatch, capsys):
-    kernels, path = bench.part(injection, "pallas_gpu"), tmp_path / "scan.json"
+    kernels, path = bench.part(injection, "mosaic_gpu"), tmp_path / "scan.json"
     before = {kernel: dict(launches) for kernel, launches in kernels.LAUNCHES.items()}
-    monkeypatch.setattr(kernels, "candidates", lambda kernel, shape, blocks: list(before[kernel].values())[:2])
-    bench.main(["--ops", "injection", "--shapes", "tiny", "--batches", "1", "--scan", "--json", str(path)])
+    monkeypatch.setattr(kernels, "candidates", lambda kernel, shape, blocks: list(before[kernel].values()) * 2)
+    bench.main(["--ops", "injection", "--shapes", "tiny", "--batches", "1", "--scan", "mosaic_gpu", "--json", str(path)])
     records = json.loads(path.read_text())["records"]  # nothing can run without a GPU
-    assert [x["kernel"] for x in records] == ["products"] * 2 + ["write"] * 2 and all("interpret mode" in x["failed"] for x in records)
-    assert "injection.write: 2 launches failed, the first with ValueError" in capsys.readouterr().out
+    assert [x["kernel"] for x in records] == ["round"] * 2 and all("no kernel serves" in x["failed"] for x in records)
+    assert "injection.round: 2 launches failed, the first with NotImplementedError" in capsys.readouterr().out
     assert kernels.LAUNCHES == before

@@ -113,7 +113,7 @@ def test_spread_over_a_mesh(shape, monkeypatch):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_the_loss_on_a_hopper_runs_the_kernel(shape, dtype, monkeypatch):
     """Lowered for a GPU, on one device and on a mesh; in fp32 the reference stays."""
-    monkeypatch.setattr(mosaic_gpu, "_hopper", lambda: True)
+    monkeypatch.setattr(mosaic_gpu, "not_hopper", lambda: None)
     mesh = make_mesh(MeshConfig(*shape), jax.devices()[: math.prod(shape)])
     at = lambda size, dtype, *spec: jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, P(*spec)))  # noqa: E731
     rows = ("data", "fsdp")
@@ -128,7 +128,7 @@ def test_the_loss_on_a_hopper_runs_the_kernel(shape, dtype, monkeypatch):
 @pytest.mark.parametrize("D", [1024, 2560, 5120])
 def test_a_large_vocabulary_is_the_kernels_or_falls_back_at_once(D, dtype, monkeypatch):
     """K05, lowered for a GPU: the kernel's tiles do not grow with the sizes. The compiler's turn is ``GPU_CASES``."""
-    monkeypatch.setattr(mosaic_gpu, "_hopper", lambda: True)
+    monkeypatch.setattr(mosaic_gpu, "not_hopper", lambda: None)
     args = jax.eval_shape(lambda: arrays(4, 64, D, 151936, dtype))
     lowered = jax.jit(functools.partial(head_softmax, num_tokens=151669, largest=74.0)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     served = dtype == jnp.bfloat16 and jax.version.__version_info__ >= (0, 11)

@@ -1,6 +1,7 @@
 """The injection's fast paths against its reference: the gradient by hand, the kernels (interpreted, and on a GPU), and the choice between them."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 from dspine_jax.config import MeshConfig
 from dspine_jax.sharding import BATCH_AXES, make_mesh
 from pallas_kernels.dispatch import without_jax_triton
-from pallas_kernels.injection import InjectionWeights, _with_gradient, injection, pallas_gpu, pallas_tpu, ref, vjp
+from pallas_kernels.injection import InjectionWeights, _with_gradient, injection, mosaic_gpu, pallas_tpu, ref, triton_gpu, vjp
 from pallas_kernels.injection.arg_specs import arguments
 from pallas_kernels.shapes import MODELS
 
 EPS = 1e-6
+injection_module = sys.modules["pallas_kernels.injection"]
 # (B, N, K, D, R): with the tiles of ``small_tiles`` at least three along rows, columns of both widths and both depths, and the smallest of all.
 CASES = [(3, 1, 16, 104, 40), (2, 3, 7, 56, 40), (13, 2, 2, 72, 48), (1, 1, 2, 64, 16), (1, 1, 7, 160, 96)]
 # The same for the TPU, whose columns come in 128s, and a width and a few blocks that do not divide.
@@ -72,8 +74,9 @@ def compare_outputs(ours, args, dtype):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    launches = {"products": {1: pallas_gpu.Launch(16, 16, 16, 4, 2)}, "write": {1: pallas_gpu.Launch(16, 16, 16, 4, 2)}}
-    monkeypatch.setattr(pallas_gpu, "LAUNCHES", launches)
+    launches = {"products": {1: triton_gpu.Launch(16, 16, 16, 4, 2)}, "write": {1: triton_gpu.Launch(16, 16, 16, 4, 2)}}
+    monkeypatch.setattr(triton_gpu, "LAUNCHES", launches)
+    monkeypatch.setattr(mosaic_gpu, "LAUNCHES", {"round": {1: mosaic_gpu.Launch(128, 3, 1)}})
     monkeypatch.setattr(pallas_tpu, "MOST_COLUMNS", pallas_tpu.LANES)
     monkeypatch.setattr(pallas_tpu, "MOST_ROWS", 1)
 
@@ -129,13 +132,6 @@ def test_what_is_kept_for_the_backward_pass():
 # ---- kernels ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("case", "dtype"), [(case, jnp.float32) for case in CASES] + [(case, jnp.bfloat16) for case in CASES[::2]])
-def test_kernels_equal_the_reference(case, dtype, small_tiles):
-    """In the interpreter, which is no evidence for the GPU compiler."""
-    args, _ = make(*case, dtype=dtype)
-    compare_outputs(jax.jit(functools.partial(pallas_gpu.injection, eps=EPS, interpret=True))(*args), args, dtype)
-
-
 @pytest.mark.parametrize(("case", "dtype"), [(case, jnp.float32) for case in TPU_CASES] + [(case, jnp.bfloat16) for case in TPU_CASES[:2]])
 def test_tpu_kernel_equals_the_reference(case, dtype, small_tiles):
     """In the interpreter; tests/test_tpu_compile.py compiles it."""
@@ -143,45 +139,56 @@ def test_tpu_kernel_equals_the_reference(case, dtype, small_tiles):
     compare_outputs(jax.jit(functools.partial(pallas_tpu.injection, eps=EPS, interpret=True))(*args), args, dtype)
 
 
-@pytest.mark.parametrize("case", [(1, 1, 16, 320, 192), (5, 1, 16, 320, 192)])
-def test_kernels_with_the_tiles_of_a_gpu(case):
-    args, _ = make(*case)
-    compare_outputs(jax.jit(functools.partial(pallas_gpu.injection, eps=EPS, interpret=True))(*args), args, jnp.bfloat16)
+def traced_for(kind: str, cores: int = 132):
+    """A scope in which programs are traced for one GPU of this kind."""
+    device = AbstractDevice(device_kind=kind, num_cores=cores, platform="cuda")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device))
 
 
-def lowered_for_cuda(function, *args) -> str:
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device)):
-        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.parametrize(("implementation", "found"), [("pallas", True), (None, False), ("xla", False)])
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_what_takes_the_kernels(blocks, implementation, found):
-    """On a GPU a call that asks for them, and no other: they have not been measured to pay."""
-    args, _ = make(1, blocks, 16, 64, 24)
-    text = lowered_for_cuda(functools.partial(injection, eps=EPS, implementation=implementation), *args)
-    assert [name in text for name in ("injection_products", "injection_write")] == [found] * 2
-
-
-@pytest.mark.parametrize("batch", [1, 8, 32])
-@pytest.mark.parametrize("model", MODELS)
-def test_kernels_lower_for_cuda(model, batch):
-    args, kwargs = jax.eval_shape(lambda key: arguments(MODELS[model], batch, key, jnp.bfloat16), jax.random.key(0))
-    assert lowered_for_cuda(functools.partial(injection, eps=EPS, implementation="pallas"), *args).count("triton") == 2
+def lowered_for_cuda(function, *args, kind: str = "NVIDIA H200") -> str:
+    with traced_for(kind):
+        # A new function each time: what jit has traced before, it would not trace again.
+        return jax.jit(lambda *args: function(*args)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_gradients_through_the_kernels(small_tiles):
     """A kernel's backward pass is the default's."""
-    args, cotangents = make(2, 3, 7, 64, 24)
-    ours = jax.jit(everything(_with_gradient(functools.partial(pallas_gpu.injection, interpret=True), EPS)))(args, cotangents)
+    args, cotangents = make(*TPU_CASES[3])
+    ours = jax.jit(everything(_with_gradient(functools.partial(pallas_tpu.injection, interpret=True), EPS)))(args, cotangents)
     theirs = jax.jit(everything(lambda *args: vjp.injection(*args, EPS)))(args, cotangents)
     for name in NAMES[3:]:
         tiny.assert_bit_equal(ours[name], theirs[name])
 
 
+# (B, N, K, D, R) of the kernel in one launch, with pieces of 128: two and one parts of A's depth for each half of the stream; several blocks, missing rows.
+ROUND_CASES = [(1, 1, 16, 512, 256), (1, 2, 7, 512, 512), (2, 1, 7, 1024, 256)]
+
+
+@pytest.fixture
+def without_counters(monkeypatch):
+    """Pallas' interpreter knows neither counters nor inlined code; the kernel runs three times in it, so that nothing is waited for."""
+    if jax.version.__version_info__ < (0, 11):
+        pytest.skip(f"jax {jax.__version__} cannot interpret this kernel, 0.11 can")
+
+    def stacked_product(sum_CT, weights_smem, features_smem):
+        weights_QC = jnp.concatenate([weights_smem.at[part][...] for part in range(2)], axis=1)
+        return sum_CT + jnp.einsum("qc,tq->ct", weights_QC, features_smem[...], preferred_element_type=jnp.float32)
+
+    for name in ("_counters", "_arrive", "_wait"):
+        monkeypatch.setattr(mosaic_gpu, name, lambda *_: None)
+    monkeypatch.setattr(mosaic_gpu, "_stacked_product", stacked_product)
+
+
+@pytest.mark.parametrize("case", ROUND_CASES[:2])
+def test_round_in_one_launch_equals_the_reference(case, without_counters, small_tiles):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    args, _ = make(*case)
+    compare_outputs(mosaic_gpu.injection(*args, eps=EPS, interpret=plgpu.InterpretGPUParams()), args, jnp.bfloat16)
+
+
 def compiled_kernels(implementation: str):
-    reason = implementation == "triton" and without_jax_triton()
+    reason = without_jax_triton() if implementation == "triton" else None
     if reason:
         pytest.skip(f"{reason}; pip install '.[triton]' on a GPU machine")
     return jax.jit(functools.partial(injection, eps=EPS, implementation=implementation))
@@ -189,24 +196,87 @@ def compiled_kernels(implementation: str):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("implementation", ["pallas", "triton"])
-def test_kernels_on_a_gpu(implementation, case, small_tiles):
+def test_kernels_on_a_gpu(case, small_tiles):
     args, _ = make(*case)
-    compare_outputs(compiled_kernels(implementation)(*args), args, jnp.bfloat16)
+    compare_outputs(compiled_kernels("triton")(*args), args, jnp.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("implementation", ["pallas", "triton"])
-def test_kernels_on_a_gpu_with_their_own_tiles(implementation, model, batch):
+def test_kernels_on_a_gpu_with_their_own_tiles(model, batch):
     """Right, and the same every time: no sum depends on which program comes first."""
     args, _ = arguments(MODELS[model], batch, jax.random.key(1), jnp.bfloat16)
-    run = compiled_kernels(implementation)
+    run = compiled_kernels("triton")
     ours = run(*args)
     compare_outputs(ours, args, jnp.bfloat16)
     for _ in range(3):
         tiny.assert_bit_equal(run(*args), ours)
+
+
+@pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="the kernel serves jax 0.11 and newer")
+def test_round_in_one_launch_lowers_for_cuda():
+    args, kwargs = jax.eval_shape(lambda key: arguments(MODELS["qwen3-8b"], 1, key, jnp.bfloat16), jax.random.key(0))
+    assert lowered_for_cuda(functools.partial(injection, eps=EPS, implementation="mosaic_gpu"), *args).count("custom_call @mosaic_gpu") == 1
+
+
+ONE_LAUNCH = functools.partial(injection, eps=EPS, implementation="mosaic_gpu")
+SMALLEST = (1, 1, 16, 1024, 1024)  # that the kernel's own launch serves
+
+
+@pytest.fixture
+def on_a_hopper(monkeypatch):
+    """What would be traced there."""
+    monkeypatch.setattr(mosaic_gpu, "not_hopper", lambda: None)
+    monkeypatch.setattr(mosaic_gpu, "multiprocessors", lambda: 132)
+
+
+@pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="the kernel serves jax 0.11 and newer")
+def test_a_vmapped_round_launches_one_after_the_other(on_a_hopper):
+    """Programs of several rounds at once would wait for each other for ever."""
+    args = jax.eval_shape(lambda: make(*SMALLEST)[0])
+    rounds = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), args)
+    one, several = (str(jax.make_jaxpr(function)(*inputs)).partition("grid=") for function, inputs in ((ONE_LAUNCH, args), (jax.vmap(ONE_LAUNCH), rounds)))
+    assert one[2].startswith("(32,)") and several[2].startswith("(32,)")
+    assert "scan[" in several[0] and "scan[" not in one[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ROUND_CASES)
+def test_round_in_one_launch_on_a_gpu(case, small_tiles):
+    args, _ = make(*case)
+    compare_outputs(compiled_kernels("mosaic_gpu")(*args), args, jnp.bfloat16)
+
+
+@pytest.mark.gpu
+def test_round_in_one_launch_on_a_gpu_with_its_own_tiles():
+    """Right, and the same in every launch: counters begin at 0 again, and no sum depends on who comes first."""
+    args, _ = arguments(MODELS["qwen3-8b"], 1, jax.random.key(1), jnp.bfloat16)
+    run = compiled_kernels("mosaic_gpu")
+    ours = run(*args)
+    compare_outputs(ours, args, jnp.bfloat16)
+    for _ in range(50):
+        tiny.assert_bit_equal(run(*args), ours)
+
+
+@pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="the kernel serves jax 0.11 and newer")
+@pytest.mark.parametrize(
+    ("case", "device", "words"),
+    [
+        ((2, 1, 16, 1024, 1024), ("NVIDIA H200",), "32 rows"),
+        ((1, 1, 16, 576, 192), ("NVIDIA H200",), "a stream 576 wide with features of 192"),
+        ((1, 1, 16, 4096, 4096), ("NVIDIA H200",), "a stream 4096 wide with features of 4096"),  # more shared memory than there is
+        ((1, 1, 16, 1024, 1024), ("NVIDIA H200", 24), "a device of 24 multiprocessors .a stream 1024 wide wants 32"),
+        ((1, 1, 16, 1024, 1024), ("NVIDIA A100-SXM4-80GB", 108), "devices other than NVIDIA's Hopper"),
+    ],
+)
+def test_what_the_round_in_one_launch_does_not_serve_is_refused_by_name(case, device, words):
+    """And nothing of it stops the default."""
+    args = jax.eval_shape(lambda: make(*case)[0])
+    with traced_for(*device):
+        with pytest.raises(NotImplementedError, match=words):
+            injection(*args, eps=EPS, implementation="mosaic_gpu")
+        assert "platform_index" not in str(jax.make_jaxpr(functools.partial(injection, eps=EPS))(*args))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +292,7 @@ def test_what_the_kernels_do_not_serve_is_refused_by_name(change, words):
     with pytest.raises(NotImplementedError, match=words):
         injection(*args, eps=EPS, implementation="pallas")
     assert injection(*args, eps=EPS)[0].shape == args[0].shape
-    with pytest.raises(ValueError, match="'cuda' is none of 'xla', 'pallas', 'triton'"):
+    with pytest.raises(ValueError, match="'cuda' is none of 'xla', 'pallas', 'triton', 'mosaic_gpu'"):
         injection(*args, eps=EPS, implementation="cuda")
 
 

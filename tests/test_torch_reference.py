@@ -148,7 +148,7 @@ def test_files_that_do_not_fit_are_refused(case, reference, tmp_path):
 def test_its_kernels_are_copies(reference):
     """jax-triton and torch run the same files at the same launches."""
     import dspine_sglang.kernels as theirs
-    from pallas_kernels.injection import pallas_gpu as injection
+    from pallas_kernels.injection import triton_gpu as injection
     from pallas_kernels.topk_logits import pallas_gpu as topk
 
     for name, copy in (("injection", "injection_triton.py"), ("topk_logits", "topk_triton.py")):

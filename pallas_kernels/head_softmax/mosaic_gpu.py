@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from dspine_jax.attention import MASKED
 from dspine_jax.sharding import BATCH_AXES
+from pallas_kernels.hopper import multiprocessors, not_hopper
 from pallas_kernels.mesh import foreign, mesh_in_scope, spread
 
 STATES, ROWS, DEPTH = 128, 128, 64  # of a warpgroup's tile
@@ -31,12 +32,6 @@ LOG2_E = math.log2(math.e)
 LAST_ID = jnp.iinfo(jnp.int32).max
 # The index became part of the reference in jax 0.12.
 WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
-
-
-def _hopper() -> bool:
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or (jax.devices()[0] if jax.default_backend() == "gpu" else None)
-    kind = getattr(device, "device_kind", "")
-    return any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200"))
 
 
 def unsupported(hidden_BTD: jax.Array, rows_VD: jax.Array) -> str | None:
@@ -55,7 +50,7 @@ def unsupported(hidden_BTD: jax.Array, rows_VD: jax.Array) -> str | None:
         return f"{B} x {T} states on {batch_ways} devices (only multiples of {STATES_OF_TILE} on each)"
     if V % (vocab_ways * ROWS) or D % DEPTH or not V * D:
         return f"{V} vocabulary rows on {vocab_ways} devices, {D} wide (only multiples of {ROWS} on each and of {DEPTH})"
-    return None if _hopper() else "devices other than NVIDIA's Hopper"
+    return not_hopper()
 
 
 def _kernel(hidden_ref, rows_ref, origin_ref, end_ref, weights_ref, total_ref, top_ref, best_ref, *, largest: float, padded: bool):
@@ -141,12 +136,6 @@ def _kernel(hidden_ref, rows_ref, origin_ref, end_ref, weights_ref, total_ref, t
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _programs() -> int:
-    """One for each multiprocessor."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return (device.num_cores if device else getattr(jax.devices()[0], "core_count", None)) or 1
-
-
 def _local(hidden_BTD, rows_VD, origin_BT, end_1, *, largest: float, padded: bool, interpret):
     """One device's part -> (weights [B,T,V], total, top, best [B,T,vocabulary tiles]); ids count from its own first row."""
     (B, T, D), V = hidden_BTD.shape, rows_VD.shape[0]
@@ -154,7 +143,7 @@ def _local(hidden_BTD, rows_VD, origin_BT, end_1, *, largest: float, padded: boo
     run = plgpu.kernel(
         functools.partial(_kernel, largest=largest, padded=padded),
         out_type=(jax.ShapeDtypeStruct((B * T, V), hidden_BTD.dtype), per_tile(jnp.float32), per_tile(jnp.float32), per_tile(jnp.int32)),
-        grid=(_programs(),),
+        grid=(multiprocessors(),),  # a program for each
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",

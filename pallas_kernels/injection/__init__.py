@@ -15,7 +15,7 @@ from pallas_kernels.mesh import mesh_in_scope
 
 __all__ = ["InjectionWeights", "injection", "unit", "write"]
 
-IMPLEMENTATIONS = ("xla", "pallas", "triton")
+IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic_gpu")
 
 
 def _with_gradient(kernel, eps: float):
@@ -52,9 +52,10 @@ def injection(
     x [B,N,K,D], anchor_feature [B,N,R] -> (new stream [B,N,K,D], predicted features p [B,N,K,R]
     fp32, hidden gate [B,N,K,D] fp32 for redoing the write).
 
-    implementation: 'xla', the reference and its autodiff; 'pallas', kernels for one device, by way of Triton on an NVIDIA GPU and of Mosaic on a TPU;
-    'triton', the same for a GPU through jax-triton (both raise NotImplementedError for what they do not serve); or None: jnp with a gradient by hand, on
-    any platform and mesh. Kernels have to be asked for: on an H200 theirs, untuned, was no faster than XLA, and no TPU was there to measure one.
+    implementation: 'xla', the reference and its autodiff; 'pallas', a kernel for a TPU; 'triton', two for an NVIDIA GPU through jax-triton; 'mosaic_gpu', one
+    for at most 16 rows on NVIDIA's Hopper; all for one device, and raise NotImplementedError for what they do not serve; or None: jnp with a gradient by
+    hand, on any platform and mesh. Kernels have to be asked for: 'mosaic_gpu' is faster than XLA on an H200, but its programs wait for each other, which
+    no other process with the same kernel may prevent (CUDA's MPS lets it); Triton's are slower; no TPU was there to measure one.
     """
     args = x_BNKD, anchor_feature_BNR, weights
     if implementation is None:
@@ -63,10 +64,13 @@ def injection(
         return _reference(*args, eps=eps)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    from pallas_kernels.injection import pallas_gpu, pallas_tpu, triton_gpu
+    from pallas_kernels.injection import mosaic_gpu, pallas_tpu, triton_gpu
 
     reason = _unsupported(x_BNKD, weights)
+    if implementation == "mosaic_gpu":
+        reason = reason or mosaic_gpu.unsupported(x_BNKD, weights)
+        return run_kernel("injection", args, {"cuda": _with_gradient(mosaic_gpu.injection, eps)}, {"cuda": reason})
     if implementation == "triton":
         return run_kernel("injection", args, {"cuda": _with_gradient(triton_gpu.injection, eps)}, {"cuda": reason or without_jax_triton()})
-    kernels = {"cuda": _with_gradient(pallas_gpu.injection, eps), "tpu": _with_gradient(pallas_tpu.injection, eps)}
-    return run_kernel("injection", args, kernels, {"cuda": reason, "tpu": reason or pallas_tpu.unsupported(x_BNKD, weights)})
+    kernel = _with_gradient(pallas_tpu.injection, eps)
+    return run_kernel("injection", args, {"tpu": kernel}, {"tpu": reason or pallas_tpu.unsupported(x_BNKD, weights)})

@@ -1,4 +1,8 @@
-"""The two kernels of an injection in Triton, for any caller: no JAX in this file. ``pallas_gpu`` says how they divide the work.
+"""The two kernels of an injection in Triton, for any caller: no JAX in this file.
+
+``products_kernel`` multiplies the rows with A and Gh, which need nothing but the stream, and leaves each feature where its reader looks for it;
+``write_kernel`` multiplies these with Gp and M and writes. Both norms are factors of a row that are applied after the products, so no program waits for a sum
+over a row. Sums of squares are kept by element until a loop has ended: summing a row in every step would make all warps wait for each other in every step.
 
 Arrays are row-major and contiguous: x [T,D], norm [D], A [D,R], Gh [D,D], b [D], Gp and M [R,D] of one 16-bit type, anchor features [T/K,R] fp32. Between
 the kernels lie source [T,R] in x's type and z [T,R], squares [tiles of R,T] and hidden gate [T,D] in fp32. Grids: (tiles of R + tiles of D, tiles of T) and

@@ -25,7 +25,8 @@ def _features(z_BNKR: jax.Array) -> jax.Array:
     return z_BNKR.shape[-1] ** 0.5 * unit(z_BNKR)
 
 
-def _forward(x_BNKD, anchor_feature_BNR, weights: InjectionWeights, eps: float):
+def forward(x_BNKD, anchor_feature_BNR, weights: InjectionWeights, eps: float):
+    """-> (``injection``'s outputs, what ``backward`` needs)."""
     dtype = x_BNKD.dtype
     cast = lambda name: getattr(weights, name).astype(dtype)  # noqa: E731
     normed_BNKD = rms_norm(x_BNKD, weights.norm_D, eps)
@@ -43,7 +44,8 @@ def _forward(x_BNKD, anchor_feature_BNR, weights: InjectionWeights, eps: float):
     return (new_BNKD, p_BNKR, hidden_gate_BNKD), residuals
 
 
-def _backward(eps: float, residuals, cotangents):
+def backward(eps: float, residuals, cotangents):
+    """Cotangents of the outputs -> those of x, the anchors' features and the weights, each in its array's type."""
     x_BNKD, anchor_feature_BNR, weights, normed_BNKD, z_BNKR, hidden_BNKD, predecessor_BNKD, message_BNKD = residuals
     dnew_BNKD, dp_BNKR, dhidden_gate_BNKD = cotangents
     dtype = x_BNKD.dtype
@@ -83,7 +85,7 @@ def _backward(eps: float, residuals, cotangents):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def injection(x_BNKD: jax.Array, anchor_feature_BNR: jax.Array, weights: InjectionWeights, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See ``pallas_kernels.injection.injection``."""
-    return _forward(x_BNKD, anchor_feature_BNR, weights, eps)[0]
+    return forward(x_BNKD, anchor_feature_BNR, weights, eps)[0]
 
 
-injection.defvjp(_forward, _backward)
+injection.defvjp(forward, backward)
